@@ -6,7 +6,7 @@
 One Trainer trains one model; its steps take turns in being measured and not, so that both kinds meet the same model,
 the same machine and the same load. ``ratio`` is that of the medians of their times, with the interquartile range of the
 unmeasured steps beside it as the noise. The cost is far below that noise on most machines, so it is also timed where it
-arises: in the hooks, when figures are collected (every logging step) and when the quantisation health is measured
+arises: in the hooks, when figures are collected (every logging step) and when the quantization health is measured
 (every ``neuron_health_steps``, 100 by default); the last two columns spread these over the steps.
 
 Legend: H hidden, I intermediate, E experts, K experts per token, L layers, T tokens per step.

@@ -53,7 +53,7 @@ class Keep:
         return not self.fp8
 
     @property
-    def keeps_input_frozen(self) -> bool:
+    def keeps_input_quantized(self) -> bool:
         """The same where no weight has a gradient: only products that are made again read the input."""
         return not self.fp8 and not self.names.issuperset(BF16_CHECKPOINTS)
 
@@ -185,7 +185,6 @@ BlockActivations = str | ActivationPolicy
 """What one block has: a preset's name, or a policy without exceptions."""
 
 
-@public("activations")
 def as_activations(value: Any) -> Activations:
     """Read every form that ``NeuronMoEConfig(activations=...)`` takes.
 
@@ -234,7 +233,6 @@ def to_plain(activations: Activations) -> str | dict[str, Any]:
     return activations if isinstance(activations, str) else activations.to_dict()
 
 
-@public("activations")
 def check_for_precision(activations: Activations, precision: str) -> None:
     """Refuse checkpoints that the precision's kernels do not have (ConfigError)."""
     own = activations.modules if isinstance(activations, ActivationPolicy) else ()

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError, with_article
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+CONVERT = "Convert it, for example with .to({})."
+VIEW = "View its bytes, for example with .view({}); converting would change them."
 _PAD = "Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves."
 
 
@@ -21,14 +23,19 @@ def check_tensor(value: object, argument: str) -> None:
         raise DTypeError.about(argument, "a torch.Tensor", type(value).__name__, "Convert it with torch.as_tensor.")
 
 
-def check_dtype(tensor: object, allowed: Sequence[torch.dtype], argument: str) -> None:
-    """Raise DTypeError for a tensor whose dtype is not in `allowed`, and for what is not a tensor."""
+def check_dtype(tensor: object, allowed: Sequence[torch.dtype], argument: str, fix: str = CONVERT) -> None:
+    """Raise DTypeError for a tensor whose dtype is not in `allowed`, and for what is not a tensor.
+
+    `fix` says what to do about another dtype, ``{}`` being the first of `allowed`: :data:`VIEW` where the elements are
+    codes, words or scale bytes, which a conversion would take for values.
+    """
     if isinstance(tensor, Tensor) and tensor.dtype in allowed:
         return
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-    fix = "This argument is required." if tensor is None else "Pass a torch.Tensor."
     if isinstance(tensor, Tensor):
-        fix = f"Convert it, for example with .to({allowed[0]})."
+        fix = fix.format(allowed[0])
+    else:
+        fix = "This argument is required." if tensor is None else "Pass a torch.Tensor."
     got = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, Tensor) else type(tensor).__name__
     raise DTypeError.about(argument, f"a tensor of dtype {names}", got, fix)
 
@@ -107,14 +114,14 @@ def check_record(value: object, kind: type, argument: str, optional: bool = True
     A dict or tuple is never taken for a record: its fields could be mixed up.
     """
     if not isinstance(value, kind) and not (optional and value is None):
-        expected = f"a {kind.__name__}{' or None' if optional else ''}"
+        expected = f"{with_article(kind.__name__)}{' or None' if optional else ''}"
         fix = f"Make one with {kind.__name__}(...), from hf_neuron_moe.kernels."
         raise ConfigError.about(argument, expected, shown(value), fix)
 
 
 def shown(value: object) -> str:
     """Return a wrong argument as a message shows it: the value if it is short, else its type."""
-    return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    return repr(value) if value is None or isinstance(value, str | int | float) else with_article(type(value).__name__)
 
 
 class Rule(NamedTuple):

@@ -31,7 +31,7 @@ DEVICE_BACKENDS = {"neuron": "neuron"}
 PLANNED_BACKENDS = {"triton": "CUDA"}
 """Names that are accepted and then refused as planned, and for what they are planned."""
 FALLBACKS = ("refuse", "torch")
-WEIGHT_HOMES = ("auto", "stock", "kernel")
+WEIGHT_LAYOUTS = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
 ACCUMULATIONS = ("convention", "device")
@@ -100,7 +100,7 @@ class NeuronMoEConfig:
         choices = {
             "precision": PRECISIONS,
             "backend": ("auto", *BACKENDS, *PLANNED_BACKENDS),
-            "weights": WEIGHT_HOMES,
+            "weights": WEIGHT_LAYOUTS,
             "fallback": FALLBACKS,
         }
         for name, allowed in choices.items():

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 _NUMBER = re.compile(r"\d+")
+_AN = re.compile(r"[aeioAEIO]|[Uu]n(?!i)|[MNL](?:[A-Z]|lp)|ndarray")
 _NEAR = 0.65
 """Share of characters that a misspelling has in common with its name; at 0.5 `packing` was near `ddp_backend`."""
 
@@ -95,7 +96,7 @@ class NothingToPatchError(PatchError):
 
 
 class UnsupportedModelError(PatchError):
-    """The model as a whole is in a state that cannot be patched (quantised, sharded, already patched differently)."""
+    """The model as a whole is in a state that cannot be patched (quantized, sharded, already patched differently)."""
 
 
 class RoutingReplayError(NeuronMoEError, RuntimeError):
@@ -191,6 +192,11 @@ def _printable_line(line: str, limit: int) -> str:
     if line.isprintable():
         return line
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def with_article(noun: str) -> str:
+    """Return ``"an object"`` for ``"object"``, by how a name is read: ``"an MlpBwdConfig"``."""
+    return f"{'an' if _AN.match(noun) else 'a'} {noun}"
 
 
 def nearest(name: str, known: list[str]) -> str:

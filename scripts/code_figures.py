@@ -5,6 +5,10 @@
     python scripts/code_figures.py --list     # the functions, imports and names behind the figures too
 
 The limits are those that docs/architecture.md promises; a figure beyond its limit makes the exit code 1.
+
+Not counted: lines of the package's .json, .pyi and .css files; imports by a string, as in the lazy names of an
+``__init__``, ``config.BACKENDS`` and the rows of ``cli/main.py``; files of ``cli/`` with the name of the module that
+does the work; and, on a value's way, files that lie behind one call of a file on it.
 """
 
 from __future__ import annotations
@@ -64,7 +68,9 @@ MANY = 7
 MEANT_TWINS = frozenset({"__init__.py", "backend.py", "experts.py"})
 VERBS = "cli/"
 CHECK_NAME = re.compile(r"_?(check|require|validate|why_not|unsupported_reason)")
-BUILDERS = frozenset({"refuse", "about"})
+BUILDERS = frozenset({"refuse", "about", "not_one_of"})
+ROWS = frozenset({"Rule", "Wrong"})
+"""Records of one rule each; what makes them only checks."""
 WALK = re.compile(r"^## A value's way$(.*?)^## ", re.MULTILINE | re.DOTALL)
 
 
@@ -114,12 +120,7 @@ def package_of(module: tuple[str, ...]) -> str:
 
 def imports_of(tree: ast.AST, module: tuple[str, ...], files: set[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Yield every module of the package that a file imports, inside functions too, but not for type checkers alone."""
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
+    for_types = {inner for node in ast.walk(tree) for each in _for_types(node) for inner in ast.walk(each)}
     here = (PACKAGE, *module[:-1])
     for node in ast.walk(tree):
         names: list[tuple[str, ...]] = []
@@ -132,6 +133,17 @@ def imports_of(tree: ast.AST, module: tuple[str, ...], files: set[tuple[str, ...
             stem = (*base, *(node.module.split(".") if node.module else ()))
             names = [(*stem, alias.name) for alias in node.names]
         yield from (resolved(name[1:], files) for name in names if name[:1] == (PACKAGE,))
+
+
+def _for_types(node: ast.AST) -> list[ast.stmt]:
+    """Return the branch of a node that is never run: that of ``if TYPE_CHECKING``, or the other of ``if not ...``."""
+    if not isinstance(node, ast.If):
+        return []
+    test, branch = node.test, node.body
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, branch = test.operand, node.orelse
+    name = test.id if isinstance(test, ast.Name) else test.attr if isinstance(test, ast.Attribute) else ""
+    return branch if name == "TYPE_CHECKING" else []
 
 
 def resolved(name: tuple[str, ...], files: set[tuple[str, ...]]) -> tuple[str, ...]:
@@ -201,8 +213,8 @@ def lines_of_code(path: Path, tree: ast.Module) -> tuple[set[int], set[int]]:
 def validation_of(tree: ast.Module) -> set[int]:
     """Return the numbers of the lines that only check.
 
-    These are raises, statements that call a check or build an error, branches and loops with nothing else in them, and
-    the whole of functions whose name says that they check.
+    These are raises, statements that call a check or build an error or a :data:`rule <ROWS>`, branches and loops with
+    nothing else in them, and the whole of functions whose name says that they check or that return errors or rules.
     """
     found: set[int] = set()
     for node in ast.walk(tree):
@@ -213,16 +225,34 @@ def validation_of(tree: ast.Module) -> set[int]:
 
 def _only_checks(node: ast.stmt) -> bool:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return bool(CHECK_NAME.match(node.name))
+        return bool(CHECK_NAME.match(node.name)) or _makes_rules(node)
     if isinstance(node, ast.If | ast.For):
-        return not node.orelse and all(_only_checks(each) for each in node.body)
+        return all(_only_checks(each) for each in (*node.body, *node.orelse))
     if isinstance(node, ast.Raise):
         return True
-    if isinstance(node, ast.Expr | ast.Assign | ast.Return) and isinstance(node.value, ast.Call):
-        name = node.value.func
-        called = name.id if isinstance(name, ast.Name) else name.attr if isinstance(name, ast.Attribute) else ""
-        return bool(CHECK_NAME.match(called)) or called in BUILDERS
-    return False
+    if not isinstance(node, ast.Expr | ast.Assign | ast.Return):
+        return False
+    value = node.value
+    while isinstance(value, ast.Yield | ast.YieldFrom):
+        value = value.value  # type: ignore[assignment]  # a bare yield ends the loop
+    return any(CHECK_NAME.match(name) or name in BUILDERS | ROWS for name in _called(value))
+
+
+def _makes_rules(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function returns or yields errors or rules: its annotation says so, or a yield of one does."""
+    returns = ast.walk(function.returns) if function.returns else ()
+    names = [node.id for node in returns if isinstance(node, ast.Name)]
+    yields = [node.value for node in ast.walk(function) if isinstance(node, ast.Yield)]
+    rows = any(name in ROWS for value in yields for name in _called(value))
+    return rows or any(name in ROWS or name.endswith("Error") for name in names)
+
+
+def _called(value: ast.expr | None) -> Iterator[str]:
+    """Yield the names of a chain of calls: ``named`` and ``about`` for ``ConfigError.about(...).named(...)``."""
+    while isinstance(value, ast.Call):
+        function = value.func
+        yield function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+        value = function.value if isinstance(function, ast.Attribute) else None
 
 
 def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -248,13 +278,17 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len([name for name in names if name not in ("self", "cls")]) + stars
 
 
-def documented_names(root: Path) -> set[str]:
-    """Return the kernel functions of the specification: their signatures are AWS's, not ours."""
+def documented_names(root: Path) -> set[tuple[tuple[str, ...], str]]:
+    """Return module and name of the kernel functions of the specification: their signatures are AWS's, not ours."""
     import tomllib
 
     files = (root / PACKAGE / "reference" / "specification").glob("*.toml")
     families = [tomllib.loads(path.read_text(encoding="utf-8")) for path in files]
-    return {function["name"] for each in families for function in each.get("function", [])}
+    names = {function["name"] for each in families for function in each.get("function", [])}
+    tree = ast.parse((root / PACKAGE / "kernels" / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    exported = [(tuple((node.module or "").split(".")[1:]), alias.name) for node in imports for alias in node.names]
+    return {(module, name) for module, name in exported if name in names}
 
 
 def walk_of(root: Path) -> list[str]:
@@ -293,7 +327,7 @@ def measure(root: Path = ROOT) -> Figures:
             by_name[path.name].append(shown)
         for name, function in functions_of(tree):
             count = parameters_of(function)
-            if count > MANY and name.split(".")[-1] not in documented:
+            if count > MANY and (module, name) not in documented:
                 figures.many_parameters.append(f"{shown}: {name} ({count})")
         for target in imports_of(tree, module, files):
             other = package_of(target)

@@ -21,7 +21,7 @@ with importing(__name__):
         from accelerate import DistributedType
         from datasets import Dataset
         from finetune_checks import check_length, check_merging, check_run, check_targets
-        from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
+        from finetune_model import describe_unpatched, load_model, load_tokenizer, patch, save_merged, with_adapters
         from finetune_options import Options, parse
         from finetune_places import read_config
         from finetune_text import blocks
@@ -62,7 +62,7 @@ def make_trainer(options: Options) -> FinetuneTrainer:
     check_evaluation(options, held_out)
     model = load_model(options.model)
     report = patch(model, training, options.lora)
-    say(training, str(report) if report else told_unpatched(model))
+    say(training, str(report) if report else describe_unpatched(model))
     whole = with_adapters(model, options.lora)
     if isinstance(whole, PeftModel) and training.gradient_checkpointing:
         whole.enable_input_require_grads()  # reentrant checkpoints pass no gradient on where no input asks for one
@@ -78,11 +78,11 @@ def make_trainer(options: Options) -> FinetuneTrainer:
     )
     check_merging(options.lora, sharded=trainer.is_fsdp_enabled)
     state = trainer.accelerator.state
-    say(training, told_processes(state.num_processes, state.distributed_type, state.device))
+    say(training, describe_processes(state.num_processes, state.distributed_type, state.device))
     return trainer
 
 
-def told_processes(count: int, kind: DistributedType, device: torch.device) -> str:
+def describe_processes(count: int, kind: DistributedType, device: torch.device) -> str:
     """Say in words on how many processes, and how, a run is spread."""
     if count == 1 and kind is DistributedType.NO:
         return f"one process on {device}"
@@ -159,12 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     except ImportError as error:  # of an optimizer or another option of the Trainer, which asks for it late
-        told = " ".join(str(error).split()).rstrip(".")
-        print(f"error: an option needs a package: {told}. Install it, or change the option.", file=sys.stderr)
+        message = " ".join(str(error).split()).rstrip(".")
+        print(f"error: an option needs a package: {message}. Install it, or change the option.", file=sys.stderr)
         code = 2
     except HfHubHTTPError as error:
-        told = " ".join(str(error).split()).rstrip(".")
-        print(f"error: the hub refused: {told}. Check the name, and `hf auth whoami`.", file=sys.stderr)
+        message = " ".join(str(error).split()).rstrip(".")
+        print(f"error: the hub refused: {message}. Check the name, and `hf auth whoami`.", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted; --resume_from_checkpoint auto continues from the newest checkpoint", file=sys.stderr)

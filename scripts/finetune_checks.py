@@ -14,8 +14,8 @@ import torch
 from finetune_folder import (
     CONFIG_FILE,
     FROZEN,
-    check_frozen,
-    check_frozen_backend,
+    check_quantized,
+    check_quantized_backend,
     check_weights,
     conversion_of,
     longest_input,
@@ -37,8 +37,8 @@ from hf_neuron_moe.backends.neuron.limits import (
     Device,
     most_tokens,
     this_device,
-    why_not,
-    why_not_tokens,
+    unsupported_reason,
+    unsupported_reason_tokens,
 )
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING, BlockGroup, block_groups
@@ -89,7 +89,7 @@ def check_training(options: Options) -> None:
     check_targets(options, config)
     frozen = isinstance(config, bytes) and conversion_of(config) in FROZEN
     if frozen:
-        check_frozen(options.lora)
+        check_quantized(options.lora)
     if not options.training.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return
     training = options.training
@@ -268,9 +268,9 @@ def _meta_model(name: str, config: bytes) -> PreTrainedModel | str:
 
 def _check_codes(options: Options, converted: str) -> list[str]:
     """Refuse to train through MX codes where PyTorch may not: no kernel does that."""
-    check_frozen_backend(options.training.neuron_backend, options.training.neuron_fallback)
-    told = f"{options.model.model} is a conversion in {converted}; {NO_TRAINING}"
-    return [f"frozen MX blocks: in training PyTorch computes them on the device: {told}"]
+    check_quantized_backend(options.training.neuron_backend, options.training.neuron_fallback)
+    state = f"{options.model.model} is a conversion in {converted}; {NO_TRAINING}"
+    return [f"frozen MX blocks: in training PyTorch computes them on the device: {state}"]
 
 
 def _is_chosen(group: BlockGroup, include: list[str] | None, exclude: list[str] | None) -> bool:
@@ -294,7 +294,7 @@ def _judge_kinds(options: Options, device: Device, adapter: Adapter) -> dict[str
 
 def _judge(block: Block, options: Options, device: Device, adapter: Adapter) -> str | None:
     """Why no kernel computes `block` in this run."""
-    reason = why_not(block, device, adapter)
+    reason = unsupported_reason(block, device, adapter)
     if reason is not None or block.kind != "experts":
         return reason
     batches = {"per_device_train_batch_size": options.training.per_device_train_batch_size}
@@ -302,7 +302,7 @@ def _judge(block: Block, options: Options, device: Device, adapter: Adapter) -> 
         batches["per_device_eval_batch_size"] = options.training.per_device_eval_batch_size
     for name, size in batches.items():
         tokens = size * options.data.block_length
-        reason = why_not_tokens(most_tokens(block), tokens)
+        reason = unsupported_reason_tokens(most_tokens(block), tokens)
         if reason is not None:
             return f"{reason}, and {name} {size} x block_length {options.data.block_length} = {tokens:,}"
     return None

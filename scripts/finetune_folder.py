@@ -80,7 +80,7 @@ def _content(config: bytes) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
-def check_frozen(lora: LoraOptions) -> None:
+def check_quantized(lora: LoraOptions) -> None:
     """Refuse to train a base of MX codes without adapters, or to merge adapters into it.
 
     Raises:
@@ -96,7 +96,7 @@ def check_frozen(lora: LoraOptions) -> None:
     ).named(_WHERE)
 
 
-def check_frozen_backend(backend: str, fallback: str) -> None:
+def check_quantized_backend(backend: str, fallback: str) -> None:
     """Refuse to train on a base of MX codes by kernels alone: none trains through them.
 
     Args:

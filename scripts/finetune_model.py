@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from finetune_folder import check_frozen, check_frozen_backend
+from finetune_folder import check_quantized, check_quantized_backend
 from finetune_options import LoraOptions, ModelOptions
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -83,7 +83,7 @@ def patch(model: PreTrainedModel, training: NeuronMoETrainingArguments, lora: Lo
         PatchError: as :func:`hf_neuron_moe.patch_model`.
     """
     if has_frozen_base(model):
-        check_frozen(lora)
+        check_quantized(lora)
         if training.neuron_patch:
             _choose_backend(model, training)
         training.neuron_patch = False
@@ -104,11 +104,11 @@ def patch(model: PreTrainedModel, training: NeuronMoETrainingArguments, lora: Lo
 def _choose_backend(model: PreTrainedModel, training: NeuronMoETrainingArguments) -> None:
     """Let the run's backend compute the frozen blocks; ``auto`` is decided now, as when patching."""
     backend = resolve_backend(training.neuron_backend, model.device)
-    check_frozen_backend(backend, training.neuron_fallback)
+    check_quantized_backend(backend, training.neuron_fallback)
     set_backend(model, backend, fallback=training.neuron_fallback)
 
 
-def told_unpatched(model: nn.Module) -> str:
+def describe_unpatched(model: nn.Module) -> str:
     """Say what a model is that :func:`patch` had nothing to patch in."""
     backends = sorted(
         {module.neuron_config.backend for module in model.modules() if isinstance(module, QuantizedBlock)}

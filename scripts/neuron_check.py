@@ -38,11 +38,11 @@ def main(argv: Sequence[str]) -> int:
     """Check and tell; return the exit code."""
     chip, processes, mode, *words = argv
     try:
-        told = check_dry(chip, processes, words) if mode == "--dry" else check_here(chip, processes, words)
+        lines = check_dry(chip, processes, words) if mode == "--dry" else check_here(chip, processes, words)
     except NeuronMoEError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(told))
+    print("\n".join(lines))
     return 0
 
 
@@ -54,19 +54,19 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     """
     check_variables(chip)
     lnc = versions.lnc()
-    told = told_processes(chip, lnc, count_processes(processes, chip, lnc))
+    lines = process_lines(chip, lnc, count_processes(processes, chip, lnc))
     # TrainingArguments ask the device whether it has bf16; there is none here.
     options = parse([*words, "--use_cpu", "true"])
-    told += check_options(options)
+    lines += check_options(options)
     check_resume(options)
     check_files(options.data)
     unknown = check_places(options.model, needed=False)
-    told += unknown + check_weights(options.model.model, needed=False)
+    lines += unknown + check_weights(options.model.model, needed=False)
     check_training(options)
     if asks_for_kernels(options.training):
         found = check_kernels(options, Device(chip, lnc), DocumentedAdapter(), online=not unknown)
-        told += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
-    return told
+        lines += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
+    return lines
 
 
 def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
@@ -85,7 +85,7 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     count = count_processes(processes, chip, lnc)
     check_devices(found, count)
     options = parse(words)
-    told = told_processes(chip, lnc, count) + check_options(options)
+    lines = process_lines(chip, lnc, count) + check_options(options)
     check_resume(options)
     check_needs(options.training)
     check_files(options.data)
@@ -93,11 +93,11 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     check_weights(options.model.model)
     check_training(options)
     if asks_for_kernels(options.training):
-        if options.training.neuron_backend == "neuron" and found.why_not is not None:
+        if options.training.neuron_backend == "neuron" and found.unsupported_reason is not None:
             remedy = found.first_steps[0]
-            raise _bad("neuron_backend", "one that can run here", f"neuron, and {found.why_not}", remedy)
-        told += check_kernels(options, Device(chip, lnc), Adapter())
-    return told
+            raise _bad("neuron_backend", "one that can run here", f"neuron, and {found.unsupported_reason}", remedy)
+        lines += check_kernels(options, Device(chip, lnc), Adapter())
+    return lines
 
 
 def check_options(options: Options) -> list[str]:
@@ -108,8 +108,8 @@ def check_options(options: Options) -> list[str]:
     if training.neuron_backend == "auto":
         remedy = "Set neuron_backend: neuron. auto decides while the model is still on the CPU, and takes torch."
         raise _bad("neuron_backend", "named: neuron, or torch to compare with", "auto", remedy)
-    told = f"options: {training.neuron_precision} blocks, backend {training.neuron_backend}, to {training.output_dir}"
-    return [told if training.neuron_backend in NEURON_BACKENDS else f"{told}; PyTorch computes the blocks, no kernel"]
+    lines = f"options: {training.neuron_precision} blocks, backend {training.neuron_backend}, to {training.output_dir}"
+    return [lines if training.neuron_backend in NEURON_BACKENDS else f"{lines}; PyTorch computes the blocks, no kernel"]
 
 
 def check_variables(chip: str) -> None:
@@ -147,7 +147,7 @@ def count_processes(processes: str, chip: str, lnc: int) -> int:
     return int(processes)
 
 
-def told_processes(chip: str, lnc: int, count: int) -> list[str]:
+def process_lines(chip: str, lnc: int, count: int) -> list[str]:
     """Say how many chips the processes fill."""
     per_chip = CORES_PER_CHIP // lnc
     chips = -(-count // per_chip)

@@ -106,5 +106,5 @@ def bf16(*shape: int, device: str = "cpu") -> Tensor:
 
 
 def x4(F: int, K: int) -> Tensor:
-    """The codes of quantised ones ``[F, K]``, four in a word."""
+    """The codes of quantized ones ``[F, K]``, four in a word."""
     return pack_x4(quantize_mx(bf16(F, K)).codes)

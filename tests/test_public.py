@@ -38,12 +38,31 @@ def described(value: Any) -> str:
     return ADDRESS.sub("", str(plain))
 
 
+def methods_of(kind: type) -> dict[str, str]:
+    """Return the description of a class's public methods and properties, those that the package itself defines."""
+    found = {}
+    for owner in reversed(kind.__mro__):
+        if not owner.__module__.startswith("hf_neuron_moe"):
+            continue
+        for name, value in vars(owner).items():
+            if isinstance(value, property):
+                found[name] = "property"
+            elif not name.startswith("_") and (
+                inspect.isfunction(value) or isinstance(value, classmethod | staticmethod)
+            ):
+                found[name] = described(getattr(kind, name))
+    return {f"{kind.__name__}.{name}": text for name, text in sorted(found.items()) if not name.startswith("_")}
+
+
 def surface() -> dict[str, dict[str, str]]:
     """Return the description of every public name by package."""
     found = {}
     for name in PACKAGES:
         package = importlib.import_module(f"hf_neuron_moe{name}")
-        found[package.__name__] = {each: described(getattr(package, each)) for each in sorted(package.__all__)}
+        members = {each: getattr(package, each) for each in sorted(package.__all__)}
+        found[package.__name__] = {each: described(value) for each, value in members.items()}
+        for value in members.values():
+            found[package.__name__] |= methods_of(value) if inspect.isclass(value) else {}
     return found
 
 
@@ -55,6 +74,12 @@ def test_public_names_and_signatures(request: pytest.FixtureRequest) -> None:
     for package, names in known.items():
         assert found[package] == names, package
     assert found.keys() == known.keys()
+
+
+def test_methods_are_seen() -> None:
+    config = methods_of(importlib.import_module("hf_neuron_moe").NeuronMoEConfig)
+    assert config["NeuronMoEConfig.from_dict"].startswith("(") and "NeuronMoEConfig.to_dict" in config
+    assert methods_of(dict) == {}, "of the package's own classes only"
 
 
 @pytest.mark.parametrize("name", ["kernels", "formats"])

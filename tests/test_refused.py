@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError, PatchError, ShapeError
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError, PatchError, ShapeError, with_article
 from tests.refusals import refused
 
 
@@ -37,3 +37,8 @@ def test_an_error_without_the_parts_of_a_message_fails() -> None:
 def test_no_error_fails() -> None:
     with pytest.raises(pytest.fail.Exception), refused(ConfigError, "x"):
         pass
+
+
+@pytest.mark.parametrize("noun", ["an object", "an int", "an MlpBwdMatmulConfig", "an ndarray", "a dict", "a LlamaMLP"])
+def test_articles_go_by_the_sound(noun: str) -> None:
+    assert with_article(noun.split()[1]) == noun

@@ -48,7 +48,7 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 FAMILIES = (*DENSE, *MOE)
-HOMES = ("stock", "kernel")
+WEIGHT_LAYOUTS = ("stock", "kernel")
 
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:

@@ -148,23 +148,23 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 SETTING = (
-    "All variants of a model and a seed start from the same weights and see the same batches of `data/sotu`: the seed "
-    "decides the order of the text, and where there are routers or new weights, those. AdamW (0.9, 0.95, weight decay "
-    "0.01), 5 % warm-up, cosine to a tenth, gradients clipped at 1. Parameters, attention, norms and the head stay in "
-    "fp32; only the patched blocks compute in bf16 or MXFP8. Models that lost most of SmolLM2's layers are first "
+    "All variants of a model and a seed start from the same weights and see the same batches of `data/sotu`. The "
+    "seed decides the order of the text, and the values of routers and new weights. AdamW (0.9, 0.95, weight decay "
+    "0.01), 5 % warm-up, cosine to a tenth, gradients clipped at 1. Parameters, attention, norms and the head stay "
+    "in fp32; only the patched blocks compute in bf16 or MXFP8. Models that lost most of SmolLM2's layers are first "
     "trained for 150 steps in stock fp32, once and for all variants. SmolLM2's vocabulary is cut to the tokens that "
     "the text uses, because the head's time is the same for every variant; the model from scratch reads bytes.\n\n"
-    "The setting of the model from scratch was changed once after a look at results: at a learning rate of 0.002 and "
-    "256 tokens per step (seed 0, 400 steps) training was chaotic. Even stock and the control parted by 1.9e-4 within "
-    "64 steps, bf16 ended 1.35 % below stock, mxfp8 0.37 % below bf16, and fp8 saved 0.49 % above mxfp8, so that "
-    "nothing could be said about the variants."
+    "The setting of the model from scratch was changed once after a look at results. At a learning rate of 0.002 and "
+    "256 tokens per step (seed 0, 400 steps) training was chaotic. Even stock and the control parted by 1.9e-4 "
+    "within 64 steps. bf16 ended 1.35 % below stock, mxfp8 0.37 % below bf16, and fp8 saved 0.49 % above mxfp8. Such "
+    "results say nothing about the variants."
 )
 LEGEND = (
     f"Mean cross entropy (nats) of the last {LAST} steps. Spread: standard deviation of that mean over the seeds, in "
     "percent; seeds see different text, so most of it is the text. Difference: of the means on the same batches, "
-    "averaged over the seeds; positive is worse. `fp32` is the control: the patched blocks compute stock's mathematics "
-    "in sums of another order, so its difference to stock is what rounding alone makes of a training run; differences "
-    "of that size or below are not the variant's."
+    "averaged over the seeds; positive is worse. `fp32` is the control: the patched blocks compute stock's "
+    "mathematics in sums of another order. Its difference to stock is what rounding alone does to a training run. "
+    "Differences of that size or below are not the variant's."
 )
 FP32_LEGEND = (
     "The largest relative difference of any step's loss, seed 0. `to stock fp32` compares the patched blocks in fp32 "

@@ -1,4 +1,4 @@
-"""Weights that exist as MX codes and scales only, and how a part of one becomes fp32 values: never requantised.
+"""Weights that exist as MX codes and scales only, and how a part of one becomes fp32 values: never requantized.
 
 Letters: F free axis, K contraction axis of the forward matmul, E experts, H hidden, I intermediate, t tiles of 512.
 
@@ -34,7 +34,7 @@ from hf_neuron_moe.formats.swizzle import tile_segments, unpack_x4, unswizzle
 NATURAL, SWIZZLED, WORDS = "natural", "swizzled", "words"
 _KNOWN = {
     "arrangement": (NATURAL, SWIZZLED, WORDS),
-    # In which the kernels quantise activations, so that both operands of a matmul form the same blocks.
+    # In which the kernels quantize activations, so that both operands of a matmul form the same blocks.
     "scheme": (SwizzleScheme.WRAPX, SwizzleScheme.WRAPX_SINGLE, SwizzleScheme.ONE_TILE),
     "scales": tuple(ScaleLayout),
 }

@@ -71,7 +71,7 @@ def convert(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint's MLP and expert weights to another layout."""
+    """Convert MLP and expert weights to another layout."""
     from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 
     quiet_transformers()

@@ -43,9 +43,9 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell whether Neuron kernels can run here, and if not the first thing to do.
+    """Show whether Neuron kernels run here and what to fix.
 
-    Then what of the Neuron stack is installed. Works with nothing installed, or something broken. With MODEL_DIR also:
+    Also what of the Neuron stack is installed. Works with nothing installed, or something broken. With MODEL_DIR also:
     which kernels compute which of the model's blocks at which block sizes, here and by the documents of SDK 2.33 on
     Trn2 and Trn3, and why not; the frozen MX blocks of a conversion in inference. The exit code is 0 whatever was
     found, unless --strict is given.
@@ -94,4 +94,4 @@ def _judge_blocks(
     here = None
     if target is not None and own_lnc is not None:
         here = Device(target, int(own_lnc), assumed=found.target[1] == ASSUMED)
-    return usable_kernels(groups, here, found.why_not, block_size, lnc), None
+    return usable_kernels(groups, here, found.unsupported_reason, block_size, lnc), None

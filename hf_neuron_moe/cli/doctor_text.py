@@ -17,13 +17,13 @@ _NEEDS_OF_KIND = {"mlp": "mlp_", "experts": "moe_"}  # how the needs of each kin
 def show_installation(found: Installation, kinds: Collection[str] = ()) -> None:
     """Print whether kernels can run, what to do first, what is installed, and the kernels of `kinds`, or of all."""
     typer.echo(f'backend="neuron" can run here: {"yes" if found.usable else "no"}')
-    if found.why_not is not None:
-        typer.echo(f"  why:   {found.why_not}")
+    if found.unsupported_reason is not None:
+        typer.echo(f"  why:   {found.unsupported_reason}")
     for number, step in enumerate(found.first_steps):
         typer.echo(f"  {'then: ' if number else 'next: ' if found.usable else 'first:'} {step}")
-    typer.echo(f'backend="nki-sim" can run here: {_told(found.simulator_reason)}')
+    typer.echo(f'backend="nki-sim" can run here: {_answer(found.simulator_reason)}')
     everywhere = "yes, as on any device; it computes the same contract"
-    typer.echo(f'backend="torch" can run here: {_told(found.torch_reason, everywhere)}')
+    typer.echo(f'backend="torch" can run here: {_answer(found.torch_reason, everywhere)}')
     typer.echo(f"\nPython {found.python}, {found.machine}; Neuron SDK {found.sdk or 'not installed'}")
     typer.echo(", ".join(f"{name} {version or 'not installed'}" for name, version in found.others.items()))
     rows = [(package.name, package.version or "-", package.state, package.note) for package in found.packages]
@@ -58,12 +58,12 @@ def show_usable(
     for answer in answers:
         typer.echo(f"{answer.group.label}, {answer.precision}: {', '.join(answer.kernels) or 'no kernels'}")
         for place, reason in {"here": answer.here, **answer.documented}.items():
-            told = _told(reason, "yes, in inference" if answer.group.codes else "yes")
-            if reason is not None and reason == found.why_not:
-                told = "no, see the top"
+            shown = _answer(reason, "yes, in inference" if answer.group.codes else "yes")
+            if reason is not None and reason == found.unsupported_reason:
+                shown = "no, see the top"
             sizes = f"block sizes {', '.join(map(str, answer.block_sizes.get(place, ())))}"
             listed = place in answer.block_sizes and answer.block_sizes[place] and sizes not in (reason or "")
-            typer.echo(f"  {place}  {told}{f'; {sizes}' if listed else ''}")
+            typer.echo(f"  {place}  {shown}{f'; {sizes}' if listed else ''}")
     if any(answer.group.codes for answer in answers):
         typer.echo("MX weights have kernels for inference only. Train adapters on them with fallback='torch'.")
         reasons = [answer.documented["trn3"] or "" for answer in answers if answer.group.codes]
@@ -79,7 +79,7 @@ def show_usable(
         typer.echo("none that patch_model knows")
 
 
-def _told(reason: str | None, yes: str = "yes") -> str:
+def _answer(reason: str | None, yes: str = "yes") -> str:
     return yes if reason is None else f"no: {reason}"
 
 

@@ -22,7 +22,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
 
 LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
-_ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
+_ARGUMENT = re.compile(r"^([\w-]+): (\w+) must ")
 _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (

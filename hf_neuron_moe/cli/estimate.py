@@ -57,9 +57,10 @@ def estimate(
     block_size: BlockSize = 512,
     as_json: Json = False,
 ) -> None:
-    """Estimate the memory of a training step, and with --device the least time its blocks take.
+    """Estimate a training step's memory and least time.
 
-    Parameters, gradients, optimizer states and the activations that each policy saves, beside stock transformers.
+    Parameters, gradients, optimizer states and the activations that each policy saves, next to stock transformers.
+    With --device also the least time that the step's blocks take. Attention is counted as SDPA saves it.
     Needs no weights and no memory. Temporaries and the device's own needs come on top.
     """
     configs = {}

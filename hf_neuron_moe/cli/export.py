@@ -15,19 +15,19 @@ def export(
     converted: Converted,
     destination: Annotated[Path, typer.Argument(metavar="NEW", help="Folder to make.")],
     allow_inexact: Annotated[
-        bool, typer.Option("--allow-inexact", help="Export rounded or dequantised values where the bits are gone.")
+        bool, typer.Option("--allow-inexact", help="Export rounded or dequantized values where the bits are gone.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Rebuild the checkpoint a conversion was made of.
 
-    Bit for bit from bf16 layouts; from MX only the dequantised values, and only with --allow-inexact.
+    Bit for bit from bf16 layouts; from MX only the dequantized values, and only with --allow-inexact.
     """
     from hf_neuron_moe.convert import export_checkpoint
 
     with watching("exporting") as (_, progress):
         report = export_checkpoint(converted, destination, allow_inexact=allow_inexact, progress=progress)
     exactness = "all bit for bit" if not report.inexact else f"{len(report.inexact)} of them not bit for bit"
-    told = f"{report.tensors} tensors written to {destination}, {exactness}"
+    summary = f"{report.tensors} tensors written to {destination}, {exactness}"
     facts = {"ok": True, "destination": str(destination), **report.to_dict()}
-    tell(as_json, facts, told, *(f"note: {line}" for line in report.statement))
+    tell(as_json, facts, summary, *(f"note: {line}" for line in report.statement))

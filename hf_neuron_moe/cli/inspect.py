@@ -17,9 +17,9 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not one line per kind.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint holds.
+    """Show a checkpoint's layouts and sizes.
 
-    Layouts, dtypes and sizes; with --source also the quantisation error of every converted tensor.
+    With --source also the quantization error of every converted tensor.
     """
     from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 

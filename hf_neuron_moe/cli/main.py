@@ -40,7 +40,7 @@ def settings(
         bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version.")
     ] = False,
 ) -> None:
-    """Neuron's numbers and weight layouts for Hugging Face models."""
+    """Neuron's numerics and weight layouts for Hugging Face models."""
 
 
 def application() -> typer.Typer:
@@ -57,7 +57,7 @@ def application() -> typer.Typer:
     app.callback()(settings)
     for command in COMMANDS:
         name = command.replace("-", "_")
-        app.command(command)(public(getattr(importlib.import_module(f"hf_neuron_moe.cli.{name}"), name)))
+        app.command(command)(public(command)(getattr(importlib.import_module(f"hf_neuron_moe.cli.{name}"), name)))
     return app
 
 

@@ -23,8 +23,8 @@ def model_folder(path: Path) -> Iterator[Path]:
         try:
             yield Path(folder)
         except NeuronMoEError as error:  # which names the copy
-            told = str(error).replace(str(copy), str(path)).replace(folder, str(path))
-            raise type(error)(told) from error
+            message = str(error).replace(str(copy), str(path)).replace(folder, str(path))
+            raise type(error)(message) from error
 
 
 def quiet_transformers() -> None:

@@ -19,7 +19,7 @@ def report(
 ) -> None:
     """Make one HTML page of a run's files.
 
-    Patch map, loss curves, saved bytes, quantisation health, expert load, environment; reads the files of
+    Patch map, loss curves, saved bytes, quantization health, expert load, environment; reads the files of
     NeuronMoETrainer and the parity.json of the parity study. The page is one file and loads nothing from a network.
     """
     from hf_neuron_moe.report import read_runs, write_report

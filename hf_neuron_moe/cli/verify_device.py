@@ -38,7 +38,7 @@ def verify_device(
     ] = ACCUMULATIONS[0],
     as_json: Json = False,
 ) -> None:
-    """Compare the Neuron kernels with PyTorch on this machine, layer by layer.
+    """Compare Neuron kernels with PyTorch, layer by layer.
 
     Forward and every gradient of each block on random input: largest relative error, signal-to-noise ratio, verdict,
     and what to do next. Options, config.json and the shards' headers are checked first, then this machine, before any

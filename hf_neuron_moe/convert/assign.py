@@ -76,8 +76,8 @@ def meta_model(
     path, content = directory / CONFIG_FILE, _read_config(directory, source)
     if "quantization_config" in content:
         expected = "absent (weights in bf16, fp16 or fp32)"
-        fix = "Take the original checkpoint: quantising twice loses accuracy."
-        raise ConversionError.about(f"{path}: quantization_config", expected, "an already quantised checkpoint", fix)
+        fix = "Take the original checkpoint: quantizing twice loses accuracy."
+        raise ConversionError.about(f"{path}: quantization_config", expected, "an already quantized checkpoint", fix)
     return _on_meta(directory, content, attention)
 
 

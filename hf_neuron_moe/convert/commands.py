@@ -8,10 +8,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from hf_neuron_moe.checks import Rule, check_rules
+from hf_neuron_moe.checks import Rule, check_rules, is_whole, shown
 from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert.execute import Made, bytes_of, make_shards
-from hf_neuron_moe.convert.io.folder import checkpoint_folder
+from hf_neuron_moe.convert.io.folder import check_folder, checkpoint_folder
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, load_manifest
 from hf_neuron_moe.convert.notes import check_nothing_left, warn_of_losses
 from hf_neuron_moe.convert.options import ConvertOptions
@@ -21,10 +21,25 @@ from hf_neuron_moe.convert.transaction.commit import check_destination, clear, d
 from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards, parts_to_repeat
 from hf_neuron_moe.convert.transaction.resume import Job, opened, options_of, parts_of
 from hf_neuron_moe.convert.workers import Progress
-from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, public
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, known_names, public
+
+
+def check_call(destination: Path, options: ConvertOptions | None, workers: int | None) -> None:
+    """Raise ConfigError for a destination, options or a number of threads that is none."""
+    check_folder(destination, "destination")
+    threads = workers is None or (is_whole(workers) and workers >= 1)
+    fix = "Make one with hf_neuron_moe.convert.ConvertOptions(...)."
+    fits = options is None or isinstance(options, ConvertOptions)
+    check_rules(
+        [
+            Rule(fits, "options", "a ConvertOptions or None", shown(options), fix),
+            Rule(threads, "workers", "a positive number of threads", shown(workers), "Leave it out for one per core."),
+        ]
+    )
 
 
 @public("convert")
+@known_names("convert")
 def convert_checkpoint(
     source: Path | str,
     destination: Path,
@@ -66,13 +81,9 @@ def convert_checkpoint(
     Returns:
         The manifest that was written; None for a part.
     """
-    threads, kinds = workers is None or workers >= 1, f"one of {', '.join(ON_NONFINITE)}"
-    check_rules(
-        [
-            Rule(threads, "workers", "a positive number of threads", workers, "Leave it out for one per core."),
-            Rule(on_nonfinite in ON_NONFINITE, "on_nonfinite", kinds, repr(on_nonfinite), "Choose one of these."),
-        ]
-    )
+    check_call(destination, options, workers)
+    kinds = f"one of {', '.join(ON_NONFINITE)}"
+    check_rules([Rule(on_nonfinite in ON_NONFINITE, "on_nonfinite", kinds, repr(on_nonfinite), "Choose one of these.")])
     check_part(part)
     with disk_errors(destination):
         plan = plan_for(source, destination, options, force=force, strict=strict, resume=resume)
@@ -131,6 +142,7 @@ def _commit(plan: ConversionPlan, job: Job, made: Made, destination: Path) -> Ma
 
 
 @public("finalize")
+@known_names("finalize")
 def finalize_checkpoint(
     source: Path | str,
     destination: Path,
@@ -153,6 +165,7 @@ def finalize_checkpoint(
         workers: threads that read the shards back, one per core if None.
         progress: called with bytes checked and bytes in all.
     """
+    check_call(destination, options, workers)
     with disk_errors(destination):
         folder = checkpoint_folder(source)
         found = options_of(destination)

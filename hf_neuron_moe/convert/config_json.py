@@ -109,7 +109,7 @@ def section(plan: ConversionPlan) -> str:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
     export = "hf-neuron-moe export DIR NEW" + (" --allow-inexact" if options.quantized else "")
-    loss = "" if not options.quantized else " The values come back as the quantised ones; the original's bits are gone."
+    loss = "" if not options.quantized else " The values come back as the quantized ones; the original's bits are gone."
     return (
         f"{TITLE}\n\n"
         f"The MLP and expert weights of this checkpoint were rearranged with hf-neuron-moe {__version__} for the "

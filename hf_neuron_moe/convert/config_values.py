@@ -66,7 +66,7 @@ class Room(NamedTuple):
 
     layers: int = MOST_LAYERS
     experts: int = MOST_EXPERTS
-    told: str = ""  # What that follows from
+    reason: str = ""  # What that follows from
 
 
 def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
@@ -96,7 +96,7 @@ def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
         limit = room.layers if _LAYERS.search(name) else room.experts if _EXPERTS.search(name) else None
         whole = type(value) is int or (isinstance(value, float) and value.is_integer())
         if limit is not None and whole and value > limit:
-            yield Wrong(place, f"at most {limit:,}{room.told}", str(int(value)))
+            yield Wrong(place, f"at most {limit:,}{room.reason}", str(int(value)))
 
 
 def _values(content: Any, place: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:

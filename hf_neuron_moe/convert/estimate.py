@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hf_neuron_moe.convert.commands import plan_for
+from hf_neuron_moe.convert.commands import check_call, plan_for
 from hf_neuron_moe.convert.execute import Made, buffer_sizes, buffers_of, workers_for
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.file_hashes import entries_of
@@ -36,7 +36,7 @@ from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.result import files_beside
 from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.workers import anonymous_bytes, cores, working
-from hf_neuron_moe.errors import public
+from hf_neuron_moe.errors import known_names, public
 
 SAMPLE_BYTES = 1 << 24  # Bytes read, hashed and written in a measurement
 SAMPLE_INNER = 512  # Intermediate values of a weight that is measured; H stays, since rows and blocks lie along it
@@ -89,6 +89,7 @@ class Estimate:
 
 
 @public("convert")
+@known_names("convert")
 def estimate_conversion(
     source: Path | str,
     destination: Path,
@@ -105,6 +106,7 @@ def estimate_conversion(
     is gone afterwards; of a `part`, only its shards are counted.
     """
     start = time.perf_counter()
+    check_call(destination, options, workers)
     check_part(part)
     plan = plan_for(source, destination, options, force=force, strict=strict)
     planning = time.perf_counter() - start

@@ -14,7 +14,7 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.audit.manifest_check import disagreements
 from hf_neuron_moe.convert.audit.verify_files import altered_tensors
 from hf_neuron_moe.convert.io.file_hashes import hash_file
-from hf_neuron_moe.convert.io.folder import check_conversion
+from hf_neuron_moe.convert.io.folder import check_conversion, check_folder
 from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, make_parents, side_files
 from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, read_header
@@ -32,7 +32,7 @@ from hf_neuron_moe.convert.manifest import (
 )
 from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
 from hf_neuron_moe.convert.workers import Progress, counting
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, known_names, public
 
 NOTE_FILE = "neuron_moe_export.json"  # Lies in exports whose values are not all the original's bits
 
@@ -42,7 +42,7 @@ class ExportReport:
     """What came back."""
 
     tensors: int  # Number of tensors written
-    inexact: tuple[str, ...]  # Source tensors whose values are not the original's bits: they were quantised or rounded
+    inexact: tuple[str, ...]  # Source tensors whose values are not the original's bits: they were quantized or rounded
     statement: tuple[str, ...] = ()  # Sentences that say what of those cannot come back, and why
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,12 +51,13 @@ class ExportReport:
 
 
 @public("export")
+@known_names("export")
 def export_checkpoint(
     converted: Path, destination: Path, *, allow_inexact: bool = False, progress: Progress | None = None
 ) -> ExportReport:
     """Rebuild the checkpoint that a conversion was made of.
 
-    Tensors that were bf16 come back with the same bits from bf16 layouts. From MX only the dequantised values can come
+    Tensors that were bf16 come back with the same bits from bf16 layouts. From MX only the dequantized values can come
     back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them: such an export
     says so in its report and in a file :data:`NOTE_FILE`, which an exact one does not have.
 
@@ -68,6 +69,8 @@ def export_checkpoint(
         allow_inexact: also export what cannot come back bit for bit.
         progress: called after each tensor with bytes written and bytes in all.
     """
+    check_folder(converted, "converted")
+    check_folder(destination, "destination")
     check_conversion(converted, "export")
     check_destination(destination, converted, force=None)
     manifest = load_manifest(converted)
@@ -76,8 +79,8 @@ def export_checkpoint(
     gone = {*quantized, *rounded}
     inexact = tuple(piece.source for piece in manifest.pieces if piece.source in gone)
     if inexact and not allow_inexact:
-        got = f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}"
-        fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values."
+        got = f"{len(inexact)} tensors that were rounded or quantized, such as {inexact[0]}"
+        fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantized values."
         raise ConversionError.about(str(converted), "a conversion whose source can come back bit for bit", got, fix)
     statement = _statement(manifest, quantized, rounded)
     step = counting(progress, sum(piece.nbytes for piece in manifest.pieces))
@@ -151,7 +154,7 @@ def _disagrees(file: str, got: str) -> SourceDamageError:
 
 
 def _lost(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[list[str], list[str]]:
-    """Source tensors whose bits are gone because they were quantised, and because they were rounded."""
+    """Source tensors whose bits are gone because they were quantized, and because they were rounded."""
     quantized, rounded = [], []
     for weight, pieces in manifest.weights.items():
         if any(tensor.layout in SCALES for tensor in stored[weight]):

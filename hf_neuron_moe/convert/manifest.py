@@ -78,12 +78,12 @@ class WrittenTensor:
     dtype: str  # Safetensors dtype
     shape: tuple[int, ...]  # Shape as stored
     layout: str  # ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.layout.orientations`
-    weight: str  # Name of the fused weight it belongs to; a quantised weight has two tensors per orientation and rank
+    weight: str  # Name of the fused weight it belongs to; a quantized weight has two tensors per orientation and rank
     checksum: str = ""  # Of its bytes, with the algorithm's name: ``"xxh3_128:..."``
     scale_layout: str | None = None
-    """Where a quantised weight's block scales lie: ``"compact"``, ``"oversized"`` or ``"packed"``; codes say it too."""
+    """Where a quantized weight's block scales lie: ``"compact"``, ``"oversized"`` or ``"packed"``; codes say it too."""
     orientation: str = "forward"
-    """``"forward"``, or ``"backward"`` for the transposed matrix, quantised along its own last axis."""
+    """``"forward"``, or ``"backward"`` for the transposed matrix, quantized along its own last axis."""
     tp_rank: int | None = None  # Tensor-parallel rank whose part of the I axis it holds; None where nothing is split
     padding: dict[str, int] = field(default_factory=dict)  # Zeros at the end of its H and I axes, by letter
 

@@ -6,9 +6,10 @@ Everything here changes the bytes that are written; how the work is done (worker
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS as PRECISIONS
-from hf_neuron_moe.errors import ConfigError, nearest, public
+from hf_neuron_moe.errors import ConfigError, known_names, nearest, public
 
 NO_COMPACT_SCALES = "packed or oversized: the MLP kernels take no compact ones"
 
@@ -92,6 +93,9 @@ class ConvertOptions:
         return (FORWARD,) if self.purpose == "inference" or not self.quantized else (FORWARD, BACKWARD)
 
 
+_made: Any = ConvertOptions  # a type checker refuses to exchange the constructor of what may be a subclass
+_made.__init__ = known_names("ConvertOptions")(_made.__init__)
+
 _CHOICES: dict[str, tuple[object, ...]] = {
     "precision": PRECISIONS,
     "layout": LAYOUTS,
@@ -113,7 +117,7 @@ _RULES = (
     ("fused", "swizzle", (None, False), "off in fused layout, which keeps Hugging Face's axis order"),
     ("fused", "pad", (False,), "off in fused layout, whose sizes are Hugging Face's"),
     ("fused", "scales", (None, "compact"), "compact in fused layout: the others belong to swizzled codes"),
-    ("MX kernel", "swizzle", (None, True), "on for MX in kernel layout: the kernels read no other quantised operand"),
+    ("MX kernel", "swizzle", (None, True), "on for MX in kernel layout: the kernels read no other quantized operand"),
     ("trained kernel", "scales", (None, "packed", "oversized"), NO_COMPACT_SCALES),
 )
 """Which options go together: in which case, which option has to be one of which values, and that rule in words."""

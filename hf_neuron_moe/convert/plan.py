@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_neuron_moe.convert.assign import Assignment, assign_sources, meta_model, natural_key
-from hf_neuron_moe.convert.io.folder import check_checkpoint
+from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, read_source
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
@@ -59,6 +59,7 @@ class ConversionPlan:
 @public("convert")
 def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     """Plan the conversion of a local checkpoint folder."""
+    check_folder(directory, "directory")
     check_checkpoint(directory)
     return plan_of(directory, options)
 
@@ -141,7 +142,7 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
         weight = FusedWeight(prefix + role + suffix, (*shape[:-2], start, contraction), tuple(pieces))
         if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
             expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
-            fix = "Convert the original, unquantised checkpoint."
+            fix = "Convert the original, unquantized checkpoint."
             raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
         weights.append(weight)
     return weights

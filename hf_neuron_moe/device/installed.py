@@ -126,19 +126,19 @@ class Installation:
         return None
 
     @property
-    def why_not(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why no Neuron kernel can run here: packages, compiler, device, kernels' arguments; None where one can."""
         return self._obstacle[0] if self._obstacle is not None else None
 
     @property
     def usable(self) -> bool:
         """Whether Neuron kernels can run here."""
-        return self.why_not is None
+        return self.unsupported_reason is None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts."""
         pairs = {key: dict(zip(("value", "source"), getattr(self, key))) for key in ("target", "lnc")}
-        summary = {"usable": self.usable, "why_not": self.why_not, "first_steps": list(self.first_steps)}
+        summary = {"usable": self.usable, "why_not": self.unsupported_reason, "first_steps": list(self.first_steps)}
         return {**summary, **asdict(self), **pairs}
 
     @property
@@ -232,7 +232,7 @@ def _said(ask: Callable[[], str | None]) -> str | None:
 def _detected(ask: Callable[[], versions.Detected]) -> tuple[str | None, str]:
     try:
         found = ask()
-        return found.name, found.told
+        return found.name, found.described
     except (NeuronMoEError, *_FAILURES) as error:
         return None, str(error)
 
@@ -264,5 +264,5 @@ def _is_placeholder(distribution: str) -> bool:
         metadata = importlib.metadata.metadata(distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
-    told = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
-    return any(mark in told for mark in _PLACEHOLDER_MARKS)
+    metadata_text = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
+    return any(mark in metadata_text for mark in _PLACEHOLDER_MARKS)

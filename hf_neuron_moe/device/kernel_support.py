@@ -15,8 +15,8 @@ from torch import nn
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS, KERNEL_PRECISIONS
-from hf_neuron_moe.backends.neuron.limits import Block, Device, why_not
-from hf_neuron_moe.backends.neuron.quantized_experts import NO_BACKWARD, kernel_need, why_not_frozen
+from hf_neuron_moe.backends.neuron.limits import Block, Device, unsupported_reason
+from hf_neuron_moe.backends.neuron.quantized_experts import NO_BACKWARD, kernel_need, unsupported_reason_quantized
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
 from hf_neuron_moe.device.installed import CheckedAdapter
@@ -172,16 +172,18 @@ def _answer(group: BlockGroup, precision: str, places: _Places, size: int, unava
     blocks: list[Block] = []
     if group.stack is not None:
         kernels = (FUNCTIONS[kernel_need(group.stack)][0],)
-        reasons = {name: why_not_frozen(group.stack, *place, training=False) for name, place in places.items()}
+        reasons = {
+            name: unsupported_reason_quantized(group.stack, *place, training=False) for name, place in places.items()
+        }
     elif group.reason is not None:
         reasons = dict.fromkeys((*PLATFORMS, HERE), group.reason)
     else:
         block = group.block(precision, size)
         kernels = tuple(FUNCTIONS[need][0] for need in block.needs)
-        reasons = {name: why_not(block, *place) for name, place in places.items()}
+        reasons = {name: unsupported_reason(block, *place) for name, place in places.items()}
         blocks = [] if group.experts is None else [group.block(precision, each) for each in BLOCK_SIZES]
     sizes = {
-        name: tuple(each.block_size for each in blocks if why_not(each, *place) is None)
+        name: tuple(each.block_size for each in blocks if unsupported_reason(each, *place) is None)
         for name, place in places.items()
     }
     return Usable(group, precision, kernels, reasons.pop(HERE, unavailable), reasons, size, sizes)

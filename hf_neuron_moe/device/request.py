@@ -10,7 +10,7 @@ import torch
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
-from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, why_not
+from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, unsupported_reason
 from hf_neuron_moe.config import ACCUMULATIONS, BLOCK_SIZES
 from hf_neuron_moe.device.installed import device_count
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, DocumentedAdapter
@@ -80,7 +80,7 @@ class Request:
             raise BackendUnavailableError.about("this machine", expected, f"one where {reason}", fix) from error
         count = device_count() if self.backend == "neuron" else None
         name = self.device if self.device is not None else "cpu" if count is None else "neuron:0"
-        trouble = "the packages, and no device" if count == 0 and name != "cpu" else _why_not_adding(name)
+        trouble = "the packages, and no device" if count == 0 and name != "cpu" else _unsupported_reason_of(name)
         if trouble is not None:
             fix = "Check the driver with `neuron-ls`, and that no other process holds the cores."
             raise BackendUnavailableError.about("this machine", "one whose Neuron device works", trouble, fix)
@@ -93,7 +93,7 @@ class Request:
         chip = Device(platform.name, DOCUMENTED_LNC, assumed=platform.source == versions.ASSUMED)
         precision = self.precision or ("mxfp8" if platform.name == "trn3" else "bf16")
         blocks = (Block(kind, precision, *_USUAL_SIZES) for kind in ("experts", "mlp"))
-        reasons = [why_not(block, chip, DocumentedAdapter()) for block in blocks]
+        reasons = [unsupported_reason(block, chip, DocumentedAdapter()) for block in blocks]
         if None not in reasons:
             got = f"{precision!r}: {reasons[0]} (known from {platform.source})"
             raise ConfigError.about("precision", "one that this chip has kernels for", got, "Leave it out.")
@@ -101,7 +101,7 @@ class Request:
         return precision
 
 
-def _why_not_adding(name: str) -> str | None:
+def _unsupported_reason_of(name: str) -> str | None:
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hf_neuron_moe.backends.neuron.backend import weight_copy_bytes
-from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, most_tokens, why_not, why_not_tokens
+from hf_neuron_moe.backends.neuron.limits import (
+    Block,
+    Device,
+    block_sizes,
+    most_tokens,
+    unsupported_reason,
+    unsupported_reason_tokens,
+)
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, BlockGroup, DocumentedAdapter
 from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, SOURCE, Chip, Floor, Step, floor_of, needed_flops
@@ -23,7 +30,7 @@ from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import patch_model, unpatch_model
 
-HOMES = ("kernel", "stock")
+WEIGHT_LAYOUTS = ("kernel", "stock")
 """``NeuronMoEConfig(weights=...)``; the first is what ``"auto"`` takes where Neuron kernels compute."""
 
 
@@ -48,7 +55,7 @@ class GroupFloor:
     reason: str | None = None
     """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
     of 128; None of blocks that PyTorch's own modules compute too."""
-    copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`HOMES`
+    copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`WEIGHT_LAYOUTS`
 
     @property
     def padding_overhead_percent(self) -> float | None:
@@ -119,19 +126,19 @@ class Roofline:
     def copies(self) -> dict[str, Copies]:
         """By weight layout, the copies of all blocks that the kernels compute; empty where they compute none."""
         parts = {part.group: part for part in self.computed if part.copy_bytes}.values()
-        sizes = {home: [(part.copy_bytes[home], len(part.group.names)) for part in parts] for home in HOMES}
+        sizes = {home: [(part.copy_bytes[home], len(part.group.names)) for part in parts] for home in WEIGHT_LAYOUTS}
         return {
             home: Copies(sum(size * count for size, count in blocks), max(blocks)[0])
             for home, blocks in sizes.items()
             if blocks
         }
 
-    def held(self, policy: str, home: str = HOMES[0]) -> int:
+    def held(self, policy: str, home: str = WEIGHT_LAYOUTS[0]) -> int:
         """Return the bytes that a step holds, copies included; the stock model has none."""
         copies = self.copies.get(home) if policy in self.policies else None
         return self.memory[policy] + (copies.total if copies else 0)
 
-    def too_large(self, home: str = HOMES[0]) -> dict[str, int]:
+    def too_large(self, home: str = WEIGHT_LAYOUTS[0]) -> dict[str, int]:
         """By policy, the bytes by which a step exceeds a logical core's memory."""
         excess = {name: self.held(name, home) - self.core.memory for name in self.memory}
         return {name: size for name, size in excess.items() if size > 0}
@@ -158,8 +165,8 @@ class Roofline:
         }
 
     def _memory_of(self, policy: str, size: int) -> dict[str, Any]:
-        with_copies = {home: self.held(policy, home) for home in HOMES}
-        return {"bytes": size, "with_copies": with_copies, "fits": with_copies[HOMES[0]] <= self.core.memory}
+        with_copies = {home: self.held(policy, home) for home in WEIGHT_LAYOUTS}
+        return {"bytes": size, "with_copies": with_copies, "fits": with_copies[WEIGHT_LAYOUTS[0]] <= self.core.memory}
 
 
 @dataclass(frozen=True)
@@ -216,9 +223,9 @@ def _group_floor(
     pairs = step.tokens * (1 if group.top_k is None else min(group.top_k, group.experts or 0))
     if not pairs:
         return result(reason=group.reason or "the model does not say how many experts a token has")
-    reason = group.reason or why_not(block, Device(core.name, DOCUMENTED_LNC), adapter)
+    reason = group.reason or unsupported_reason(block, Device(core.name, DOCUMENTED_LNC), adapter)
     if reason is None:
-        reason = why_not_tokens(most_tokens(block), step.tokens)
+        reason = unsupported_reason_tokens(most_tokens(block), step.tokens)
         if reason is not None:
             reason += f", and a step has {step.tokens:,}: take smaller micro-batches and accumulate gradients"
     step = replace(step, trained=step.trained and not group.codes)
@@ -240,5 +247,5 @@ def _group_floor(
         least,
         choices=tuple(floor(group.block(precision, size)) for size in sizes),
         discarded_seconds=trained.seconds - least.seconds,
-        copy_bytes={home: copies(home == "kernel" or group.ordered, group.dtype) for home in HOMES},
+        copy_bytes={home: copies(home == "kernel" or group.ordered, group.dtype) for home in WEIGHT_LAYOUTS},
     )

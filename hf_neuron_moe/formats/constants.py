@@ -48,7 +48,7 @@ E4M3FN = ElementFormat("e4m3fn", 4, 3, 7, 8, 448.0, 2.0**-9, 8, torch.float8_e4m
 """OCP FP8 E4M3: 0x7E is 448, 0x7F and 0xFF are NaN, no infinity. Not the variant that ends at 240."""
 
 E5M2 = ElementFormat("e5m2", 5, 2, 15, 15, 57344.0, 2.0**-16, 8, torch.float8_e5m2, torch.int32)
-"""OCP FP8 E5M2: 0x7B is 57344, 0x7C infinity, 0x7D to 0x7F NaN. Quantising never emits infinity: it saturates."""
+"""OCP FP8 E5M2: 0x7B is 57344, 0x7C infinity, 0x7D to 0x7F NaN. Quantizing never emits infinity: it saturates."""
 
 E2M1 = ElementFormat("e2m1", 2, 1, 1, 2, 6.0, 0.5, 4, None, torch.int16)
 """OCP MX FP4 E2M1: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; neither infinity nor NaN."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype
+from hf_neuron_moe.checks import VIEW, check_dtype
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.formats.constants import E8M0_BIAS, E8M0_NAN, SCALE_DTYPES, ElementFormat, ScaleRule
 
@@ -42,7 +42,7 @@ def e8m0_to_float32(scales: Tensor) -> Tensor:
 
     Byte 0 is the denormal 2**-127, byte 255 is NaN.
     """
-    check_dtype(scales, SCALE_DTYPES, argument="scales")
+    check_dtype(scales, SCALE_DTYPES, "scales", VIEW)
     byte = scales.detach().view(torch.uint8).to(torch.int32)
     bits = torch.where(byte == 0, 1 << (MANTISSA_BITS - 1), byte << MANTISSA_BITS)
     return bits.masked_fill_(byte == E8M0_NAN, FP32_NAN_BITS).view(torch.float32)

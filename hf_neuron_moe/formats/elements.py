@@ -111,7 +111,8 @@ def decode_table(fmt: ElementFormat, device: torch.device) -> Tensor:
 
 def codes_as_bytes(codes: Tensor, fmt: ElementFormat) -> Tensor:
     """Return a uint8 view of uint8 codes or of `fmt`'s fp8 dtype; the bytes of another fp8 dtype would be misread."""
-    check_dtype(codes, (torch.uint8,) if fmt.dtype is None else (torch.uint8, fmt.dtype), "codes")
+    fix = f"Name the format of the codes (here {fmt.name}), or view plain bytes with .view({{}})."
+    check_dtype(codes, (torch.uint8,) if fmt.dtype is None else (torch.uint8, fmt.dtype), "codes", fix)
     return codes.detach().view(torch.uint8)
 
 

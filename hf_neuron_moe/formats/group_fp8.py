@@ -3,7 +3,7 @@
 The storage format of saved activations in COAT ("Compressing Optimizer States and Activation for Memory-Efficient FP8
 Training", ICLR 2025): ``value = code * scale``, groups of 16 by default. The scale is rounded to bf16 *before* the
 division, so that code * scale is the nearest value the pair can express. Rounding is to nearest, ties to even, and
-saturates. A group with NaN or Inf has a NaN or infinite scale and dequantises to NaN throughout.
+saturates. A group with NaN or Inf has a NaN or infinite scale and dequantizes to NaN throughout.
 
 Letters: M rows, N columns, G = N/group_size groups of a row.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
+from hf_neuron_moe.checks import VIEW, check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
 from hf_neuron_moe.errors import ConfigError, not_one_of, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
 from hf_neuron_moe.formats.elements import check_randomness, decode, round_to_fp8_
@@ -77,7 +77,7 @@ def group_quantize_fp8(
     stochastic: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise ``[..., N]`` bf16, fp16 or fp32 to FP8 with one bf16 scale per `group_size` elements of a row.
+    """Quantize ``[..., N]`` bf16, fp16 or fp32 to FP8 with one bf16 scale per `group_size` elements of a row.
 
     Rounds to nearest, or stochastically and unbiased with random numbers of `generator`. No gradient flows. Returns
     codes as float8_e4m3fn (``"e4m3"``) or float8_e5m2 (``"e5m2"``) ``[..., N]``, and scales ``[..., N/group_size]``.
@@ -102,7 +102,7 @@ def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype
 
     Codes are float8_e4m3fn or float8_e5m2 ``[..., N]``, scales bf16 or fp32 ``[..., G]``, G a divisor of N.
     """
-    check_dtype(codes_MN, tuple(FP8_DTYPES), "codes")
+    check_dtype(codes_MN, tuple(FP8_DTYPES), "codes", VIEW)
     check_dtype(scales_MG, (torch.bfloat16, torch.float32), "scales")
     groups, remedy = scales_MG.shape[-1] if scales_MG.ndim else 0, "The scales' last axis has one entry per group."
     check_multiple(groups, 1, "scales.shape[-1]", remedy=remedy)

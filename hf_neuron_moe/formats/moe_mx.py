@@ -14,7 +14,7 @@ gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
 =================== ========================== ==============================================
 
 pI is 128 if I >= 512 and I/4 below. An I above 512 is zero-padded to a multiple of it. A group of 32 values is 8
-partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantised.
+partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_neuron_moe.checks import check_axes, check_dtype, check_equal_shape, check_float, check_multiple, is_whole
+from hf_neuron_moe.checks import VIEW, check_axes, check_dtype, check_equal_shape, check_float, check_multiple, is_whole
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
@@ -57,7 +57,7 @@ _INTERMEDIATE_REMEDY = "Zero-pad the intermediate axis of gate, up and down; pad
 
 @dataclass(frozen=True)
 class MoEWeightMX:
-    """One quantised expert projection in the kernels' layout; shapes in the table at the top of this file."""
+    """One quantized expert projection in the kernels' layout; shapes in the table at the top of this file."""
 
     words: Tensor  # x4 words, int32 (fp8) or int16 (fp4)
     scales: Tensor  # uint8
@@ -83,7 +83,7 @@ def padded_intermediate(size: int) -> int:
 def quantize_moe_gate_up(
     gate_up_EH2I: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
-    """Quantise gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H.
+    """Quantize gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H.
 
     The kernels take the scales of any `rule`. None is Neuron's own for FP8, and OCP's FLOOR for FP4, which no Neuron
     instruction produces: with a scale twice as large FP4 would not use half of its few codes.
@@ -104,7 +104,7 @@ def _quantize_rows(
     free: tuple[int, ...],
     order: tuple[int, ...],
 ) -> MoEWeightMX:
-    """Quantise ``[F, K]``; words ``[tiles, Q, *free]`` and scales ``[tiles, q, *free]`` get their axes in `order`."""
+    """Quantize ``[F, K]``; words ``[tiles, Q, *free]`` and scales ``[tiles, q, *free]`` get their axes in `order`."""
     if rule is None:
         rule = "neuron" if fmt.code_bits == 8 else "floor"
     quantized = quantize_mx(rows_FK, fmt=fmt, rule=rule, scheme=scheme)
@@ -134,7 +134,7 @@ def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
 def quantize_moe_down(
     down_EIH: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
-    """Quantise down projections ``[E, I, H]`` (bf16, fp16 or fp32, any strides) along I, a multiple of 32.
+    """Quantize down projections ``[E, I, H]`` (bf16, fp16 or fp32, any strides) along I, a multiple of 32.
 
     :func:`quantize_moe_gate_up` says what a `rule` of None is.
     """
@@ -188,7 +188,7 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     Scales are gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``, with several tiles 16 rows too.
     Returns uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
     """
-    check_dtype(scales_EqXtF, SCALE_DTYPES, "scales")
+    check_dtype(scales_EqXtF, SCALE_DTYPES, "scales", VIEW)
     names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
     check_axes(scales_EqXtF, names, "scales")
     tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
@@ -212,7 +212,7 @@ def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) 
 
     `tiles` are 512 wide. A packed buffer does not say their scale `rows`: 16, or pI/8 for down with I below 512.
     """
-    check_dtype(packed_EPbXF, SCALE_DTYPES, "packed")
+    check_dtype(packed_EPbXF, SCALE_DTYPES, "packed", VIEW)
     names = ("E", "128", "buffers", "2", "I") if packed_EPbXF.ndim == 5 else ("E", "128", "buffers", "H")
     check_axes(packed_EPbXF, names, "packed")
     experts, _, buffers, *rest = packed_EPbXF.shape

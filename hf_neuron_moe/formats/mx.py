@@ -1,9 +1,9 @@
-"""MX quantisation: blocks of 32 values, one power-of-two scale byte each, 8-bit or 4-bit elements.
+"""MX quantization: blocks of 32 values, one power-of-two scale byte each, 8-bit or 4-bit elements.
 
 Letters: F free axis of the operand, K contraction axis, P = K/4 swizzled rows, B = K/32 blocks along K,
 R tiles, J = 4 lanes, s = tile/4. In a tile seen as ``[4, s]``, a block is ``[4, 8]`` (NKI ``quantize_mx``).
 
-On CPUs :mod:`~hf_neuron_moe.formats.mx_operand` quantises operands; elsewhere codes are swizzled after quantisation.
+On CPUs :mod:`~hf_neuron_moe.formats.mx_operand` quantizes operands; elsewhere codes are swizzled after quantization.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_axes, check_dtype, check_equal_shape, check_float, check_same_device, is_whole
+from hf_neuron_moe.checks import (
+    VIEW,
+    check_axes,
+    check_dtype,
+    check_equal_shape,
+    check_float,
+    check_same_device,
+    is_whole,
+)
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
@@ -39,7 +47,7 @@ DEVICE_CHUNK = 1 << 26  # elements worked on at a time elsewhere: bounds the tem
 
 @dataclass(frozen=True)
 class MXTensor:
-    """A quantised matmul operand in the kernels' layout.
+    """A quantized matmul operand in the kernels' layout.
 
     ``codes.view(fmt.dtype)`` is the fp8 tensor and :func:`~hf_neuron_moe.formats.swizzle.pack_x4` gives the x4 words.
     """
@@ -57,7 +65,7 @@ def quantize_mx(
     rule: str | ScaleRule = "neuron",
     scheme: str | SwizzleScheme = "wrapX",
 ) -> MXTensor:
-    """Quantise an operand ``[F, K]`` (bf16, fp16 or fp32, any strides) along K, a multiple of 32, and swizzle it.
+    """Quantize an operand ``[F, K]`` (bf16, fp16 or fp32, any strides) along K, a multiple of 32, and swizzle it.
 
     ``scale = 2**(byte - 127)`` with the byte of `rule`, clamped to 0 from below; ``code = RNE(clip(x / scale))``. With
     the default rule zero blocks get byte 0, Inf becomes the largest finite code, NaN stays NaN (NKI ``quantize_mx``;
@@ -83,7 +91,7 @@ def quantize_mx(
 def quantize_mx_swizzled(
     swizzled_P4F: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "neuron"
 ) -> MXTensor:
-    """Quantise an operand ``[K/4, 4F]`` swizzled with any scheme, as ``quantize_mx`` does the unswizzled one."""
+    """Quantize an operand ``[K/4, 4F]`` swizzled with any scheme, as ``quantize_mx`` does the unswizzled one."""
     check_float(swizzled_P4F, "swizzled_P4F")
     check_swizzled(swizzled_P4F, argument="swizzled_P4F")
     # A block is an 8x4 patch, exactly what the 1x32 scheme makes of 32 consecutive values.
@@ -180,7 +188,7 @@ def _chosen(
 
 def _scales_as_bytes(scales_BF: Tensor, codes: Tensor, B: int, F: int) -> Tensor:
     """Check the compact scales ``[B, F]`` of `codes` and return them as uint8."""
-    check_dtype(scales_BF, SCALE_DTYPES, "scales")
+    check_dtype(scales_BF, SCALE_DTYPES, "scales", VIEW)
     check_equal_shape(scales_BF, (B, F), "scales", f"compact scales of codes {list(codes.shape)}")
     check_same_device({"codes": codes, "scales": scales_BF})
     return scales_BF.detach().view(torch.uint8)
@@ -193,7 +201,7 @@ def _dequantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, out_RJs: Tensor, fmt: E
 def _quantize_natural(
     x_FK: Tensor, fmt: ElementFormat, rule: ScaleRule, scheme: SwizzleScheme
 ) -> tuple[Tensor, Tensor]:
-    """Quantise ``[F, K]`` in place of layout: uint8 codes ``[F, K]`` and scale bytes ``[F, K/32]``."""
+    """Quantize ``[F, K]`` in place of layout: uint8 codes ``[F, K]`` and scale bytes ``[F, K/32]``."""
     F, K = x_FK.shape
     codes_FK = torch.empty(F, K, dtype=torch.uint8, device=x_FK.device)
     scales_FB = torch.empty(F, K // MX_BLOCK, dtype=torch.uint8, device=x_FK.device)

@@ -1,4 +1,4 @@
-"""Quantises an operand piece by piece, straight into the swizzled layout.
+"""Quantizes an operand piece by piece, straight into the swizzled layout.
 
 Letters: F free axis, K contraction axis, n tiles, J = 4 lanes, p consecutive rows of a swizzled tile. A piece is
 ``[F, n, J, p]`` where K is contiguous, and ``[n, J, p, F]`` where F is, as in a transposed matrix. Every pass finds the
@@ -67,7 +67,7 @@ def quantize_into(
 
 
 def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor, fmt: ElementFormat, rule: ScaleRule) -> None:
-    """Quantise tiles ``[..., 4, s]``, any float dtype and strides, through fp32.
+    """Quantize tiles ``[..., 4, s]``, any float dtype and strides, through fp32.
 
     Written are uint8 codes ``[..., 4, s]`` and one scale byte per ``[4, 8]`` block, ``[..., s/8]``.
     """
@@ -137,7 +137,7 @@ def _join_lanes(lanes: list[Tensor], words: Tensor) -> None:
 def _quantize_halves(
     values: Tensor, codes: Tensor, lane_axis: int, fmt: ElementFormat, rule: ScaleRule
 ) -> Tensor | None:
-    """Quantise a bf16 piece into contiguous uint8 `codes` of its shape, without leaving 16 bits.
+    """Quantize a bf16 piece into contiguous uint8 `codes` of its shape, without leaving 16 bits.
 
     The lanes lie at `lane_axis`, the rows of a tile at the next. Returns scale bytes, the shape of `values` without the
     lanes and with an eighth of the rows; None, and nothing useful in `codes`, where a block needs fp32, the values are

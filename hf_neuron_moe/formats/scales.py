@@ -22,7 +22,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_multiple
+from hf_neuron_moe.checks import VIEW, check_dtype, check_multiple
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, SCALE_DTYPES, choose
 from hf_neuron_moe.formats.elements import check_contraction
@@ -131,7 +131,7 @@ def _expand(compact_BF: Tensor, layout: ScaleLayout) -> Tensor:
 
 
 def _as_bytes(scales: Tensor) -> Tensor:
-    check_dtype(scales, SCALE_DTYPES, "scales")
+    check_dtype(scales, SCALE_DTYPES, "scales", VIEW)
     remedy = "Pass scales of shape [rows, F], with leading axes for experts if any."
     check_multiple(max(scales.ndim - 1, 0), 1, "scales.ndim - 1", remedy=remedy)
     check_multiple(scales.shape[-2], 1, "rows of the scales", remedy=remedy)

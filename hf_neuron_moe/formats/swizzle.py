@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_axes, check_dtype, check_multiple
+from hf_neuron_moe.checks import VIEW, check_axes, check_dtype, check_multiple
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
@@ -158,7 +158,7 @@ def unpack_x4(words: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Invert :func:`pack_x4`: uint8 codes ``[..., 4F]`` of signed or unsigned words, for fp8 a view where possible."""
     fmt = element_format(fmt)
     unsigned = torch.uint32 if fmt.carrier is torch.int32 else torch.uint16
-    check_dtype(words, (fmt.carrier, unsigned), "words")
+    check_dtype(words, (fmt.carrier, unsigned), "words", VIEW)
     check_multiple(words.ndim, 1, "words.ndim", remedy="Pass a tensor with at least one axis.")
     words = words.detach().contiguous()
     if fmt.code_bits == 8:

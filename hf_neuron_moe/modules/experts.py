@@ -22,11 +22,11 @@ from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
-from hf_neuron_moe.modules.structure import gate_of, why_not_swiglu_experts
+from hf_neuron_moe.modules.structure import gate_of, unsupported_reason_swiglu_experts
 
 
 def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:
-    """Return the kernel home's parameters ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``."""
+    """Return the kernel layout's parameters ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``."""
     return tuple(WeightRule(name, (name,), transposed=not is_transposed) for name in ("gate_up_proj", "down_proj"))
 
 
@@ -150,7 +150,7 @@ class _RegisteredExperts:
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made
 @public("experts implementation of hf_neuron_moe")
 def _check_supported(module: nn.Module) -> bool:
-    reason = why_not_swiglu_experts(module)
+    reason = unsupported_reason_swiglu_experts(module)
     if reason is not None:
         got = f"one that the kernels cannot compute: {reason}"
         fix = "Use model.set_experts_implementation('grouped_mm') for this model."

@@ -61,7 +61,7 @@ def _active(layer: Any) -> list[str]:
     return [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
 
 
-def why_not_low_rank(layer: Any) -> str | None:
+def unsupported_reason_low_rank(layer: Any) -> str | None:
     """Return why a LoRA `layer` does more than add a low-rank product to its base layer's weight, or None."""
     if has_call_hooks(layer):
         return "a LoRA layer with hooks"
@@ -80,7 +80,7 @@ def why_not_low_rank(layer: Any) -> str | None:
 
 
 def low_rank_of(layer: Any) -> LowRank:
-    """Return a layer's weight and adapters; it is plain or one that :func:`why_not_low_rank` takes."""
+    """Return a layer's weight and adapters; it is plain or one that :func:`unsupported_reason_low_rank` takes."""
     if not is_lora_linear(layer):
         return LowRank(layer.weight)
     weight_ON, active = layer.base_layer.weight, _active(layer)

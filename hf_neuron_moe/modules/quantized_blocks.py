@@ -17,7 +17,7 @@ from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.quantized_ops import frozen_network
+from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 
@@ -62,7 +62,7 @@ class QuantizedBlock(NeuronBlock):
         stack = self.neuron_stack
         experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
         sizes = (stack.hidden, stack.inner, self.neuron_top_k)
-        return SavedBlock("bf16", *sizes, self.neuron_config.backend, frozen=True, experts=experts)
+        return SavedBlock("bf16", *sizes, self.neuron_config.backend, quantized=True, experts=experts)
 
     @classmethod
     def tensor_names(cls) -> tuple[str, str, str, str]:
@@ -112,7 +112,7 @@ class QuantizedBlock(NeuronBlock):
             _FOR_INFERENCE if training else "",
         )
         options = {"backend": backend, "activations": self.neuron_keep}
-        return frozen_network(x_TH, index_TK, weight_TK, stack, **options)[:, :hidden]
+        return quantized_network(x_TH, index_TK, weight_TK, stack, **options)[:, :hidden]
 
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""

@@ -22,7 +22,7 @@ _SPEC = BlockSpec("bf16")
 
 
 @public
-def frozen_network(
+def quantized_network(
     x_TH: Tensor,
     index_TK: Tensor | None,
     weight_TK: Tensor | None,
@@ -111,4 +111,4 @@ def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor
     return x_TH.new_empty(x_TH.shape), *saved
 
 
-set_derivative(frozen_fwd, frozen_bwd, ((0,), (2,)), lambda keep: keep.keeps_input_frozen)
+set_derivative(frozen_fwd, frozen_bwd, ((0,), (2,)), lambda keep: keep.keeps_input_quantized)

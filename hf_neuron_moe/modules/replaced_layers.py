@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_neuron_moe.errors import NeuronMoEError, UnsupportedModelError
+from hf_neuron_moe.errors import NeuronMoEError, UnsupportedModelError, with_article
 
 NAME = "replaced_layers"
 """Attribute of a block in kernel layout."""
@@ -38,7 +38,9 @@ class ReplacedLayers(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute."""
         if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", ()):
-            raise adapters_refused(self.neuron_name, name, f"a {type(value).__module__}.{type(value).__qualname__}")
+            raise adapters_refused(
+                self.neuron_name, name, with_article(f"{type(value).__module__}.{type(value).__qualname__}")
+            )
         super().__setattr__(name, value)
 
 

@@ -37,7 +37,7 @@ class SavedBlock:
     intermediate: int  # I
     top_k: int | None = None  # K of routed experts; None for a dense MLP; 0 where it is not known
     backend: str = DEFAULT_BACKEND  # a name that `resolve_backend` returned
-    frozen: bool = False  # whether the weights are MX codes, which have no gradient that would read the input
+    quantized: bool = False  # whether the weights are MX codes, which have no gradient that would read the input
     experts: int | None = None  # E; None for a dense MLP
     block_size: int = _TILE  # tokens per block, read for experts
 
@@ -81,12 +81,12 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     """Return the bytes that the operator saves of a call with so many tokens; `shape` knows K."""
     x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
     kept, backend, K = parse_keep(keep), shape.kernels, shape.top_k
-    if shape.frozen:
+    if shape.quantized:
         tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
     else:
         sizes = BlockShape("mlp" if K is None else "experts", shape.hidden, shape.intermediate, shape.experts, K)
         tensors = [*backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size), kept)]
-    if kept.keeps_input_frozen if shape.frozen else kept.keeps_input:
+    if kept.keeps_input_quantized if shape.quantized else kept.keeps_input:
         tensors.append(x)
     return sum(tensor.nbytes for tensor in tensors) + (K or 0) * ROUTING_BYTES * tokens
 
@@ -94,7 +94,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:
     """Return the operations per token that the backward spends on recomputing; a multiply-add counts as two."""
     kept, inner = parse_keep(keep), shape.intermediate
-    up = inner if kept.whole_up or shape.frozen else kept_up_columns(inner)
+    up = inner if kept.whole_up or shape.quantized else kept_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)
     elementwise = 0 if "gate_act" in kept.names else _SILU_FLOPS * inner
     elementwise += 0 if "intermediate" in kept.names else inner

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.errors import with_article
+
 CALL_HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
@@ -66,7 +68,7 @@ def gate_of(activation: Any) -> str | None:
 def unsupported_activation(activation: Any, gate: str | None = None) -> str | None:
     """Return what `activation` is, if that is no gate's (or not `gate`'s) or has a forward of its own; else None."""
     if isinstance(activation, nn.Module) and "forward" in activation.__dict__:
-        return f"a {type(activation).__name__} whose forward is overridden on the instance"
+        return f"{with_article(type(activation).__name__)} whose forward is overridden on the instance"
     matches = gate_of(activation) is not None if gate is None else GATES[gate].matches(activation)
     return None if matches else describe_activation(activation)
 
@@ -89,10 +91,10 @@ def is_inert(value: Any) -> bool:
     return type(value) in (int, float) and value == 0
 
 
-def why_not_plain_linear(module: Any) -> str | None:
+def unsupported_reason_plain_linear(module: Any) -> str | None:
     """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
-        return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
+        return f"{with_article(type(module).__module__)}.{type(module).__qualname__}, not a plain torch.nn.Linear"
     if getattr(module, "bias", None) is not None:
         return "a linear layer with a bias"
     if "forward" in module.__dict__:
@@ -105,7 +107,7 @@ def why_not_plain_linear(module: Any) -> str | None:
     if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
         return None
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-        return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
+        return f"a linear layer whose weight is {with_article(type(weight).__name__)} of {type(weight.data).__name__}"
     return None
 
 
@@ -127,7 +129,7 @@ def _dispatching_forward() -> CodeType:
     return _Probe.forward.__code__
 
 
-def why_not_swiglu_experts(module: Any) -> str | None:
+def unsupported_reason_swiglu_experts(module: Any) -> str | None:
     """Return why the operator cannot compute `module`, or None where its flags and parts say that it can."""
     from transformers.integrations.moe import _default_apply_gate
 
@@ -149,10 +151,10 @@ def why_not_swiglu_experts(module: Any) -> str | None:
         return f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
     if isinstance(activation, nn.Module) and has_call_hooks(activation):
         return "its act_fn has hooks, which the operator would not call"
-    return _why_not_shapes(module)
+    return _unsupported_reason_shapes(module)
 
 
-def _why_not_shapes(module: Any) -> str | None:
+def _unsupported_reason_shapes(module: Any) -> str | None:
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return "it has no 3-D parameters gate_up_proj and down_proj"

@@ -21,7 +21,13 @@ from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, three_weights, why_not_low_rank
+from hf_neuron_moe.modules.low_rank import (
+    is_lora_linear,
+    low_rank_mlp,
+    low_rank_of,
+    three_weights,
+    unsupported_reason_low_rank,
+)
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS, ReplacedLayers, adapters_refused
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
@@ -31,7 +37,7 @@ from hf_neuron_moe.modules.structure import (
     has_call_hooks,
     is_inert,
     unsupported_activation,
-    why_not_plain_linear,
+    unsupported_reason_plain_linear,
 )
 
 
@@ -122,7 +128,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
         return SavedBlock(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
 
-    def _why_not_fused(self) -> str | None:
+    def _unsupported_reason_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
             return None
         roles, activation = self.neuron_roles, None
@@ -133,8 +139,8 @@ class NeuronSwiGLUMLP(NeuronBlock):
             reason = None
             if is_lora_linear(layer):
                 self.neuron_adapted = True
-                reason, layer = why_not_low_rank(layer), layer.base_layer
-            reason = reason or why_not_plain_linear(layer)
+                reason, layer = unsupported_reason_low_rank(layer), layer.base_layer
+            reason = reason or unsupported_reason_plain_linear(layer)
             if reason is not None:
                 return f"{name} is {reason}"
         if roles.activation is not None:
@@ -164,7 +170,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
             y = self._generate(hidden_states)
             if y is not None:
                 return y
-        reason = self._why_not_fused()
+        reason = self._unsupported_reason_fused()
         if reason is not None:
             return self._through_layers(hidden_states, reason)
         names = self.neuron_roles.linears if self.neuron_adapted else ()
@@ -251,7 +257,7 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
         self._own_weights(original, roles.rules)
         self.add_module(REPLACED_LAYERS, ReplacedLayers(self.neuron_name, shapes))
 
-    def _why_not_fused(self) -> str | None:
+    def _unsupported_reason_fused(self) -> str | None:
         self._check_activation(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, known_names, public
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, known_names, public, with_article
 from hf_neuron_moe.patching.apply import PatchState, Request, apply_plan, report_of, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
@@ -133,7 +133,7 @@ def _globs(argument: str, value: Any) -> tuple[str, ...]:
 
 def _bad_option(argument: str, expected: str, value: object) -> ConfigError:
     is_model = isinstance(value, nn.Module)  # whose text is one line per layer
-    got = f"a {type(value).__name__}" if is_model else f"{value!r} ({type(value).__name__})"
+    got = with_article(type(value).__name__) if is_model else f"{value!r} ({type(value).__name__})"
     fix = "See help(hf_neuron_moe.patch_model)."
     if is_model and argument == "config":
         fix = "The model comes first: patch_model(model, config)."

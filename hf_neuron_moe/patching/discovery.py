@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import expert_rules
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
@@ -30,8 +31,8 @@ from hf_neuron_moe.modules.structure import (
     is_decorated_experts,
     is_inert,
     supported_activations,
-    why_not_plain_linear,
-    why_not_swiglu_experts,
+    unsupported_reason_plain_linear,
+    unsupported_reason_swiglu_experts,
 )
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
@@ -209,7 +210,7 @@ def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
         child: Any = getattr(module, name, None)
         if not isinstance(child, nn.Module):
             yield f"{name} is no module"
-        reason = why_not_plain_linear(child)
+        reason = unsupported_reason_plain_linear(child)
         if reason is not None:
             yield f"{name} is {reason}"
     if roles.activation is not None:
@@ -238,14 +239,15 @@ def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Ite
 
 def _experts_reasons(module: nn.Module) -> Iterator[str]:
     yield from _instance_reasons(module)
-    if (reason := why_not_swiglu_experts(module)) is not None:
+    if (reason := unsupported_reason_swiglu_experts(module)) is not None:
         yield reason
     parameters: dict[str, Any] = {**module._parameters}
     for name, param in parameters.items():
         if param is None or type(param) is FakeTensor:
             continue
         if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:  # quantized, or sharded
-            yield f"its {name} is a {type(param).__name__} of {type(param.data).__name__}, not a plain parameter"
+            kind = with_article(type(param).__name__)
+            yield f"its {name} is {kind} of {type(param.data).__name__}, not a plain parameter"
     yield from _dtype_reasons(module)
     if (difference := probe_experts(module)) is not None:
         yield difference

@@ -16,6 +16,7 @@ from hf_neuron_moe.errors import (
     UnsupportedModelError,
     pattern_of,
     spelled_together,
+    with_article,
 )
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
@@ -75,7 +76,7 @@ def _quantized(model: nn.Module) -> Iterator[str]:
             method = getattr(module, "quantization_method", None)
             yield f"a quantized model{_at(name)}" + (f" ({getattr(method, 'value', method)})" if method else "")
         if type(module).__module__.startswith("bitsandbytes."):
-            yield f"a {type(module).__name__} of bitsandbytes{_at(name)}"
+            yield f"{with_article(type(module).__name__)} of bitsandbytes{_at(name)}"
     for name, param in model.named_parameters():
         if param.dtype not in _FLOAT_DTYPES:
             yield f"the parameter {name!r} of dtype {param.dtype}"
@@ -148,7 +149,7 @@ def check_not_patched_elsewhere(model: nn.Module, home: nn.Module) -> None:
         calls = ", ".join(f"unpatch_model(<{name}>)" for name, _ in names)
         expected = "a model that is not patched yet, or that was patched as a whole"
         fix = f"Unpatch that first ({calls}), then patch the outer model; nothing was changed."
-        raise unsupported(expected, f"a {type(model).__name__} of which a part is patched: {listed}", fix)
+        raise unsupported(expected, f"{with_article(type(model).__name__)} of which a part is patched: {listed}", fix)
     _refuse_foreign_blocks(home)
 
 
@@ -171,7 +172,8 @@ def _refuse_foreign_blocks(model: nn.Module) -> None:
     if blocks:
         raise unsupported(
             "the object that patch_model was called on",
-            f"a {type(model).__name__} with {_blocks(len(blocks))} (first: {blocks[0] or 'itself'!r}) patched "
+            f"{with_article(type(model).__name__)} with {_blocks(len(blocks))} "
+            f"(first: {blocks[0] or 'itself'!r}) patched "
             "through an outer or another object",
             "Call unpatch_model on the object that was passed to patch_model; nothing was changed.",
         )
@@ -240,7 +242,7 @@ def check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
     if not report.patched:
         listed = _listed(report.refused)
         expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
-        got = f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}"
+        got = f"{with_article(type(model).__name__)} {_counted(report)}{':' + listed if listed else ''}"
         raise NothingToPatchError.about("model", expected, got, ("\n" if listed else "") + _what_to_do(report))
     counted = [entry for entry in report.refused if entry.gated]
     if strict and counted:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_neuron_moe.activation_policy import as_activations, canonical_keep
 from hf_neuron_moe.backends import drop_weight_copies, get_backend, resolve_backend
-from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.errors import ConfigError, public, with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.apply import states
@@ -37,7 +37,7 @@ def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
             blocks[id(module)] = module
     if not blocks:
         fix = "Call patch_model(model, NeuronMoEConfig(activations=...))."
-        raise unsupported("a model with patched blocks", f"a {type(model).__name__} without any", fix)
+        raise unsupported("a model with patched blocks", f"{with_article(type(model).__name__)} without any", fix)
     check_called(model, ((names[key][0], block) for key, block in blocks.items()))
     asked = as_activations(activations)
     planned = [PlannedBlock(tuple(names[key]), block.neuron_shape) for key, block in blocks.items()]
@@ -81,7 +81,7 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
             "For other models the backend is chosen when they are patched: "
             "unpatch_model(model), then patch_model(model, NeuronMoEConfig(backend=...))."
         )
-        raise unsupported("a model with frozen MX blocks", f"a {type(model).__name__} without any", fix)
+        raise unsupported("a model with frozen MX blocks", f"{with_article(type(model).__name__)} without any", fix)
     configs = {name: replace(block.neuron_config, backend=backend, fallback=fallback) for name, block in blocks.items()}
     reasons = {}
     for name, block in blocks.items():

@@ -1,6 +1,6 @@
 """Places for bf16 tensors in another layout, and how they become a module's own weights.
 
-transformers fills parameters by name and shape. A landing has those of the converted file; once they are filled, the
+transformers fills parameters by name and shape. A loader has those of the converted file; once they are filled, the
 original module gets its weights from them. E experts, F rows, K columns, H hidden, I intermediate size.
 """
 
@@ -18,7 +18,7 @@ from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
 
-class Landing(nn.Module):
+class Bf16Loader(nn.Module):
     """Stands in for `candidate`'s module while weights are loaded; `tensors` are the converted ones by role."""
 
     def __init__(self, candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
@@ -45,7 +45,7 @@ class Landing(nn.Module):
         """The weight as ``[F, K]`` or ``[E, F, K]``, without padding."""
         stored, value = self.tensors[role], self.role(role).detach()
         row = stored.bf16_layout
-        assert row is not None, "a landing is for values"
+        assert row is not None, "a loader is for values"
         value = unswizzle(value) if row.view is None else row.view(value)
         extra_hidden, extra_inner = (stored.padding.get(axis, 0) for axis in "HI")
         if not extra_hidden and not extra_inner:

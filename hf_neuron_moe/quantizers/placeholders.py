@@ -12,7 +12,7 @@ from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, QuantizedBlock, QuantizedExperts, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
-from hf_neuron_moe.quantizers.bf16_loader import Landing
+from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
 from hf_neuron_moe.quantizers.shard_layouts import FORWARD, WHERE, StoredTensor
 
 _CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
@@ -22,8 +22,10 @@ _CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 class Placement:
     """Stand-ins in a model."""
 
-    frozen: list[tuple[QuantizedBlock, Candidate]] = field(default_factory=list)  # those that stay; what they replace
-    landings: list[Landing] = field(default_factory=list)  # those that make way for the original modules again
+    quantized: list[tuple[QuantizedBlock, Candidate]] = field(
+        default_factory=list
+    )  # those that stay; what they replace
+    loaders: list[Bf16Loader] = field(default_factory=list)  # those that make way for the original modules again
     swaps: list[Swap] = field(default_factory=list)  # bf16 blocks, patched because they lie beside quantized ones
     names: set[str] = field(default_factory=set)  # in-memory names of all converted tensors
 
@@ -41,11 +43,11 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         stand_in = _stand_in(candidate, kind, tensors)
         for parent, attribute in slots.get(id(candidate.module), ()):
             parent._modules[attribute] = stand_in
-        if isinstance(stand_in, Landing):
-            placement.landings.append(stand_in)
+        if isinstance(stand_in, Bf16Loader):
+            placement.loaders.append(stand_in)
         else:
             stand_in.neuron_fallbacks_warned = warned
-            placement.frozen.append((stand_in, candidate))
+            placement.quantized.append((stand_in, candidate))
         placed |= {tensor.name for tensor in tensors.values()}
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
@@ -77,12 +79,12 @@ def _tensors_of(
 
 def _stand_in(
     candidate: Candidate, kind: type[QuantizedBlock], tensors: Mapping[str, StoredTensor]
-) -> Landing | QuantizedBlock:
+) -> Bf16Loader | QuantizedBlock:
     names = kind.tensor_names()
     whole = {role: tensors[name] for role, name in zip((GATE_UP, DOWN), names[::2]) if name in tensors}
     plain = all(tensor.bf16_layout is not None for tensor in whole.values())
     if candidate.reason is not None or len(whole) < 2 or any((name in tensors) is plain for name in names[1::2]):
-        expected = "gate_up and down of a module that the kernels can compute, with scales if they are quantised"
+        expected = "gate_up and down of a module that the kernels can compute, with scales if they are quantized"
         got = f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}"
         fix = "The checkpoint is damaged, or this version of transformers builds the module differently."
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
@@ -94,7 +96,7 @@ def _stand_in(
             fix = "config.json and the shards do not belong together."
             raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
-        return Landing(candidate, whole)
+        return Bf16Loader(candidate, whole)
     if candidate.gate != "silu":
         fix = "Load the original checkpoint and patch it with precision='mxfp8'."
         raise ConversionError.about(f"converted weights of {candidate.name}", "of a SwiGLU", candidate.gate, fix)

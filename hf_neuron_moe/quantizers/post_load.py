@@ -24,14 +24,14 @@ from hf_neuron_moe.quantizers.shard_layouts import WHERE
 def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuantizationConfig) -> None:
     """Settle the MX blocks, and put the original modules back where bf16 weights landed, patched."""
     model.config.__dict__.pop("transformers_weights", None)
-    for stand_in in (*(block for block, _ in placement.frozen), *placement.landings):
+    for stand_in in (*(block for block, _ in placement.quantized), *placement.loaders):
         missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
         if missing:
             fix = "Load it without disk offload; otherwise the checkpoint is damaged."
             raise ConversionError.about(missing[0], "filled from the checkpoint", "no values", fix)
-    for block, _ in placement.frozen:
+    for block, _ in placement.quantized:
         block.settle()
-    if not placement.landings:
+    if not placement.loaders:
         return
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
@@ -40,17 +40,17 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
     layout = "kernel" if options.layout == "kernel" else "stock"
     config = NeuronMoEConfig(precision="bf16", backend="torch", weights=layout)
     slots = all_slots(model)
-    while placement.landings:
-        landing = placement.landings.pop(0)
-        candidate, original = landing.candidate, landing.hand_over(layout)
-        for parent, attribute in slots[id(landing)]:
+    while placement.loaders:
+        loader = placement.loaders.pop(0)
+        candidate, original = loader.candidate, loader.hand_over(layout)
+        for parent, attribute in slots[id(loader)]:
             parent._modules[attribute] = original
-        if placement.frozen:  # a bf16 block next to MX ones: patch_model would refuse the model as quantized
+        if placement.quantized:  # a bf16 block next to MX ones: patch_model would refuse the model as quantized
             swap = build(PlanItem(candidate, config))
-            put_in(model, swap, {id(swap.original): slots[id(landing)]})
+            put_in(model, swap, {id(swap.original): slots[id(loader)]})
             release_layout(swap.replacement, swap.original)
             placement.swaps.append(swap)
-    if not placement.frozen:
+    if not placement.quantized:
         # What was matched while loading belongs to the converted names; saving starts from the model's own again.
         model.__dict__.pop("_weight_conversions", None)
         patch_model(model, NeuronMoEConfig(precision="bf16", weights=layout), strict=False)
@@ -60,13 +60,13 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
 def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
     """Give an MX base its codes' values as weights: exact in bf16 and wider dtypes, as far as their exponents reach."""
     slots = all_slots(model)
-    for block, candidate in placement.frozen:
+    for block, candidate in placement.quantized:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
         for parent, attribute in slots.get(id(block), ()):
             parent._modules[attribute] = original
     for swap in placement.swaps:
         take_out(model, swap, slots)
-    placement.frozen.clear()
+    placement.quantized.clear()
     placement.swaps.clear()
     model.__dict__.pop("_weight_conversions", None)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
-from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_multiple, check_rules
+from hf_neuron_moe.checks import VIEW, Rule, check_dtype, check_flags, check_multiple, check_rules
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, not_one_of, public
 from hf_neuron_moe.formats.constants import ELEMENT_FORMATS, LANES, MX_BLOCK, PATCH_ROWS, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx_swizzled
@@ -32,6 +32,7 @@ from hf_neuron_moe.formats.swizzle import k_map, swizzle, unswizzle
 from hf_neuron_moe.reference.specification import multiples
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
+UNSCALED = "Convert values, for example with .to({}); stored codes need their scales too."  # for raw operands
 X4_DTYPES = (torch.int32, torch.uint32)  # words of four e4m3 codes; signed ones carry the bits of NKI's unsigned ones
 _RAW_AXIS = multiples("mlp_forward")["H"]
 _LOAD_ELEMENTS = 1 << 18  # loaded at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less
@@ -148,7 +149,7 @@ def logical_shape(data: Tensor, *, swizzled: bool, by_row: bool = False) -> tupl
 def check_layout(data: Tensor, *, swizzled: bool, quantized: bool, argument: str = "data") -> None:
     """Check one operand's data against its mode: dtype (no raw bytes: upstream reads e5m2), a matrix, whole blocks."""
     if not quantized:
-        check_dtype(data, (torch.bfloat16,) if swizzled else (*RAW_DTYPES, torch.float32), argument)
+        check_dtype(data, (torch.bfloat16,) if swizzled else (*RAW_DTYPES, torch.float32), argument, UNSCALED)
     elif isinstance(data, Tensor) and data.dtype not in (*X4_DTYPES, torch.float8_e4m3fn):
         expected = "of dtype int32 or uint32 (x4 words) or float8_e4m3fn, because it has scales"
         fix = "Without scales a bf16 tensor is quantized by the kernel."
@@ -167,7 +168,7 @@ def check_layout(data: Tensor, *, swizzled: bool, quantized: bool, argument: str
 
 def check_scales(scales: Tensor, K: int, F: int, *, argument: str) -> ScaleLayout:
     """Check dtype and shape of block scales against their operand; return their layout."""
-    check_dtype(scales, SCALE_DTYPES, argument)
+    check_dtype(scales, SCALE_DTYPES, argument, VIEW)
     oversized, packed = kernel_row_counts(K)
     if scales.ndim != 2 or scales.shape[0] not in (oversized, packed) or scales.shape[1] != F:
         expected = f"of shape [{oversized}, {F}] (oversized) or [{packed}, {F}] (packed) for K={K}"
@@ -185,7 +186,7 @@ def check_loadable(td: TensorDescriptor, argument: str) -> None:
     if not td.is_raw:
         check_multiple(F, 2, f"F of {argument}", "tiles have an even free size")
         return
-    check_dtype(td.data, RAW_DTYPES, argument)
+    check_dtype(td.data, RAW_DTYPES, argument, UNSCALED)
     check_raw_axis(td, "K", argument)
     whole, rule = (8, "the loader reads groups of 8 rows") if td.is_f_by_k else (512, "the loader of K-major raw data")
     check_multiple(F, whole, f"F of {argument}", rule)

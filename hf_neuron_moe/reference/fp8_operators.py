@@ -1,4 +1,4 @@
-"""COAT's FP8 elementwise operators: SiLU and the product of a SwiGLU block, and the per-tensor quantisation.
+"""COAT's FP8 elementwise operators: SiLU and the product of a SwiGLU block, and the per-tensor quantization.
 
 ``silu(gate)`` and ``up`` are stored in FP8 with one scale ``(max|v| + 1e-10) / fp8_max`` per 1 x QB group. The largest
 of them serves a whole tensor, which saves a pass (COAT's "group scaling"). All is fp32 and rounded once per output.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import FLOATS, check_dtype, check_equal_shape, check_flags, check_same_device
+from hf_neuron_moe.checks import CONVERT, FLOATS, VIEW, check_dtype, check_equal_shape, check_flags, check_same_device
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, public
 from hf_neuron_moe.formats.constants import ElementFormat
 from hf_neuron_moe.formats.elements import check_randomness, round_to_fp8_
@@ -38,7 +38,7 @@ SCALE_DTYPES = (torch.bfloat16, torch.float32)  # scales of common values are sm
 
 @public
 def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
-    """Apply SiLU to FP8 codes with group scales ``[..., N/QB]`` and group-quantise the result in the same format.
+    """Apply SiLU to FP8 codes with group scales ``[..., N/QB]`` and group-quantize the result in the same format.
 
     Returns codes of the shape and dtype of `x`, and scales of those of `s_x`. Values are divided by the fp32 scale, not
     by the returned rounded one (``silu_fwd.py``), by which ``formats.group_quantize_fp8`` divides.
@@ -70,7 +70,7 @@ def fp8_silu_backward(
 
     * x: FP8 codes of the pre-activation (``gate``). s_x: their scales ``[..., N/QB]``.
     * g: gradient of the activation, bf16 (documented), fp16 or fp32, same shape as `x`.
-    * output_quantized_transpose: quantise with one scale per tensor to `fp8type` (``"E4M3"``, ``"E5M2"``, or the torch
+    * output_quantized_transpose: quantize with one scale per tensor to `fp8type` (``"E4M3"``, ``"E5M2"``, or the torch
       dtype) and return the transpose too.
     * stochastic: round to FP8 stochastically, unbiased, with random numbers of `generator` (upstream accepts the flag
       and rounds to nearest); an error where nothing is rounded to FP8.
@@ -99,7 +99,7 @@ def fp8_silu_backward(
 def fp8_mul_forward(
     x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int, transpose_output_2d: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply FP8 codes of one dtype, scales ``[..., N/QB]``, and quantise the product with one scale per tensor.
+    """Multiply FP8 codes of one dtype, scales ``[..., N/QB]``, and quantize the product with one scale per tensor.
 
     The product is rounded to bf16 before it is divided by the scale, as upstream does (``mul_fwd.py``).
     transpose_output_2d must be True for 3-D input, where upstream's False gives a 3-D tensor without meaning.
@@ -178,7 +178,7 @@ def fp8_division_transpose(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:
-    """Quantise a whole tensor with one scale and return the codes both ways round.
+    """Quantize a whole tensor with one scale and return the codes both ways round.
 
     ``code = fp8(x / s_y)`` with the division in fp32. Magnitudes beyond the format's range saturate.
 
@@ -272,7 +272,7 @@ def _factors(x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int) -> tup
 
 def _grouped(x: Tensor, s_x: Tensor, QB: int, name: str = "x") -> _Grouped:
     """Check FP8 codes, called `name`, and their group scales ``[..., N/QB]``; return both as rows."""
-    _check_matrix(x, tuple(FP8_DTYPES), name)
+    _check_matrix(x, tuple(FP8_DTYPES), name, VIEW)
     _check_scale_dtype(s_x, f"s_{name}")
     _check_group_size(QB, x.shape[-1])
     check_equal_shape(s_x, (*x.shape[:-1], x.shape[-1] // QB), f"s_{name}", f"scales of {name}")
@@ -280,8 +280,8 @@ def _grouped(x: Tensor, s_x: Tensor, QB: int, name: str = "x") -> _Grouped:
     return _Grouped(_as_rows(x), _as_rows(s_x), FP8_DTYPES[x.dtype])
 
 
-def _check_matrix(tensor: Tensor, dtypes: tuple[torch.dtype, ...], argument: str) -> None:
-    check_dtype(tensor, dtypes, argument)
+def _check_matrix(tensor: Tensor, dtypes: tuple[torch.dtype, ...], argument: str, fix: str = CONVERT) -> None:
+    check_dtype(tensor, dtypes, argument, fix)
     if tensor.ndim not in (2, 3) or 0 in tensor.shape:
         expected, fix = "a non-empty [M, N] or [batch, sequence, N]", "Flatten the leading axes into one."
         raise ShapeError.about(argument, expected, str(list(tensor.shape)), fix)

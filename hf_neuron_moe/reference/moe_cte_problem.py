@@ -35,6 +35,7 @@ from hf_neuron_moe.reference.moe_cte_scales import FP8, SCALE_BLOCK, Scales, rea
 from hf_neuron_moe.reference.moe_types import ExpertAffinityScaleMode, MoECTEImplementation
 from hf_neuron_moe.reference.mx_experts import MX_LAYOUTS, read_mx_weights
 
+_ALIKE = "Pass both projections in one dtype; FP8 codes come from a quantization, with their scales."
 _LARGEST_E4M3 = 0x77
 """Code of 240, the largest finite value of the device's e4m3; 256 to 448 of e4m3fn are its infinity and NaNs."""
 
@@ -140,8 +141,8 @@ def _check_tensors(given: Arguments) -> None:
     check_layouts(vars(given), {"hidden_states": "[T', H]"})
     check_same_device({name: value for name, value in vars(given).items() if isinstance(value, Tensor)})
     if given.kind not in MX:
-        check_dtype(given.gate_up_proj_weight, (*FLOATS, FP8), "gate_up_proj_weight")
-        check_dtype(given.down_proj_weight, (given.gate_up_proj_weight.dtype,), "down_proj_weight")
+        check_dtype(given.gate_up_proj_weight, (*FLOATS, FP8), "gate_up_proj_weight", _ALIKE)
+        check_dtype(given.down_proj_weight, (given.gate_up_proj_weight.dtype,), "down_proj_weight", _ALIKE)
 
 
 def _check_fp8_range(given: Arguments) -> None:

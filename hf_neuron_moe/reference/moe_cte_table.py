@@ -142,7 +142,10 @@ def signature_of(kernel: Kernel) -> inspect.Signature:
         for name in names.split():
             declared = known[_RENAMED.get(name, name)]
             default = kernel.defaults.get(name, declared.default)
-            parameters.append(declared.replace(name=name, kind=kind, default=default))
+            annotation = declared.annotation
+            if default is None and "None" not in str(annotation):
+                annotation = f"{annotation} | None"
+            parameters.append(declared.replace(name=name, kind=kind, default=default, annotation=annotation))
     return inspect.Signature(parameters, return_annotation="MoEForward")
 
 

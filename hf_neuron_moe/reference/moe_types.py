@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import check_flags, check_record, shown
 from hf_neuron_moe.errors import ConfigError, naming, nearest, public
+from hf_neuron_moe.reference.record_fields import described_fields, missing_arguments
 
 EnumT = TypeVar("EnumT", bound=Enum)
 P = ParamSpec("P")
@@ -142,14 +143,20 @@ def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: 
     try:
         arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}() {error}") from None
+        raise TypeError(f"{name}() {missing_arguments(signature, args, kwargs) or error}") from None
     arguments.apply_defaults()
     return arguments.arguments
 
 
 def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
-    """Give a function of a record the record's fields as its arguments, with their order, types and defaults."""
+    """Give a function of a record the record's fields as its arguments, with their order, types and defaults.
+
+    The comments at the fields become the part ``Args`` of its docstring.
+    """
     declared = inspect.signature(record)
+    comments = described_fields(record)
+    described = [(name, comments[name]) for name in declared.parameters if name in comments]
+    listed = "\n".join(f"        {name}: " + f"\n{' ' * 12}".join(lines) for name, lines in described)
 
     def decorate(function: Callable[[RecordT], ReturnT]) -> Callable[P, ReturnT]:
         @functools.wraps(function)
@@ -159,6 +166,10 @@ def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Return
 
         returns = function.__annotations__["return"]
         call.__dict__["__signature__"] = declared.replace(return_annotation=returns)
+        hints = get_type_hints(record)
+        call.__annotations__ = {name: hints[name] for name in declared.parameters} | {"return": returns}
+        if listed:
+            call.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Args:\n{listed}\n    "
         return call
 
     return decorate

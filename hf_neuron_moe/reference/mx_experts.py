@@ -46,6 +46,7 @@ MX_LAYOUTS = LAYOUTS | {
     "down_proj_weight": "[E, pI, ceil(I/512), H]",
 }
 _WORDS = {torch.int32: torch.int32, torch.uint32: torch.int32, torch.int16: torch.int16, torch.uint16: torch.int16}
+_AS_WORDS = "Quantize it with hf_neuron_moe.formats, or view stored words, for example with .view({})."
 _FP8_FORMATS = {None: E4M3FN, torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
 _BLOCK128_ROWS = 4
 _UNIT_SCALE = 127  # the byte of 2^0
@@ -103,7 +104,7 @@ def read_mx_weights(given: Arguments) -> MXExperts:
     options, hidden = given.spec.shard_on_block, given.hidden_states.shape[1]
     check_multiple(hidden, TILE, "H of hidden_states", "MX tiles along H are 512")
     fmt = _format(gate_up, options.weight_dtype)
-    check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), "down_proj_weight")
+    check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), "down_proj_weight", _AS_WORDS)
     sizes = {"H": hidden, "H/512": hidden // TILE}
     inner = check_layouts({"gate_up_proj_weight": gate_up}, MX_LAYOUTS, **sizes)["I"]
     check_multiple(inner, 32, "I of gate_up_proj_weight", "an MX group is 8 partitions of 4 lanes")
@@ -120,7 +121,7 @@ def read_mx_weights(given: Arguments) -> MXExperts:
 
 def _format(words: Tensor, weight_dtype: torch.dtype | None) -> ElementFormat:
     """Return the element format of words."""
-    check_dtype(words, tuple(_WORDS), "gate_up_proj_weight")
+    check_dtype(words, tuple(_WORDS), "gate_up_proj_weight", _AS_WORDS)
     formats, expected = _FP8_FORMATS, "None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words"
     fix = "32-bit words hold four fp8 codes; None means e4m3."
     if _WORDS[words.dtype] == torch.int16:

@@ -114,17 +114,17 @@ def losses_section(runs: Sequence[RunData]) -> str:
 
 
 def _losses_figure(model: str, groups: Sequence[Group]) -> str:
-    lines, told = [], f"{model}: loss as logged, averaged over a twentieth of the run"
+    lines, caption = [], f"{model}: loss as logged, averaged over a twentieth of the run"
     most = max(len(group.runs) for group in groups)
     if most > 1:
-        told += f"; bands: lowest to highest of up to {most} runs of one configuration, of those that have the step"
+        caption += f"; bands: lowest to highest of up to {most} runs of one configuration, of those that have the step"
     for name, group in zip(labels(groups), groups):
         curves = [_logged(run, "loss") for run in group.runs]
         lines.append(band_of_runs(name, curves))
         ends = [curve[-1][0] for curve in curves]
         if ends.count(max(ends)) < len(ends):
-            told += f"; {name}: {ends.count(max(ends))} of {len(ends)} runs reach step {max(ends):g}"
-    return _figure(model, "Training loss", "loss (nats)", lines, told)
+            caption += f"; {name}: {ends.count(max(ends))} of {len(ends)} runs reach step {max(ends):g}"
+    return _figure(model, "Training loss", "loss (nats)", lines, caption)
 
 
 def progress_section(runs: Sequence[RunData]) -> str:
@@ -143,9 +143,9 @@ def progress_section(runs: Sequence[RunData]) -> str:
             logged = {name: [_logged(run, key) for run in group.runs] for name, group in named}
             courses.append((title, axis, _lines(logged)))
         for title, axis, lines in courses:
-            told = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
+            caption = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
             if lines:
-                drawn.append(_figure(model, title, axis, lines, f"{model}: {title.lower()} as logged{told}"))
+                drawn.append(_figure(model, title, axis, lines, f"{model}: {title.lower()} as logged{caption}"))
     return section("Course of training", figures(drawn) if drawn else missing("Nothing else was logged."))
 
 
@@ -180,11 +180,11 @@ def runs_table(runs: Sequence[RunData]) -> str:
             "resumed from": _text(run.training.get("resumed_from_step") or None),
         }
         rows.append(row)
-    told = note(
+    caption = note(
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 and every "
         "expert's tokens to whole blocks; it says nothing about the torch backend's time."
     )
-    return section("Runs", table(list(rows[0]), [list(row.values()) for row in rows]) + told)
+    return section("Runs", table(list(rows[0]), [list(row.values()) for row in rows]) + caption)
 
 
 def _evaluated(run: RunData) -> str:

@@ -79,8 +79,8 @@ def study_sections(study: StudyData) -> str:
         seeds = max((len(seeds) for seeds in variants.values()), default=0)
         bands = f"bands: lowest to highest of {seeds} seeds" if seeds > 1 else "one seed"
         alt = f"Training loss of {model} over the steps, by variant: {', '.join(line.name for line in lines)}"
-        told = f"{model}: loss, averaged over a twentieth of the run; {bands}"
-        drawn.append(step_figure(lines, "loss (nats)", alt, told))
+        caption = f"{model}: loss, averaged over a twentieth of the run; {bands}"
+        drawn.append(step_figure(lines, "loss (nats)", alt, caption))
         compared = {name: entry.get("reference") for name, entry in _summary(study, model)["variants"].items()}
         gaps = [
             line
@@ -89,8 +89,8 @@ def study_sections(study: StudyData) -> str:
         ]
         if gaps:
             alt = f"Difference of {model}'s loss between variants in percent over the steps"
-            told = f"{model}: difference of the averaged loss on the same batches; {bands}"
-            drawn.append(step_figure(gaps, "difference (%)", alt, told))
+            caption = f"{model}: difference of the averaged loss on the same batches; {bands}"
+            drawn.append(step_figure(gaps, "difference (%)", alt, caption))
     losses = section(f"Loss curves: {study.name}", figures(drawn) + _study_table(study))
     saved = study.content.get("saved_bytes_per_token") or {}
     return losses + (_bytes_figures(saved) if saved else "")
@@ -138,14 +138,14 @@ def map_section(runs: Sequence[RunData]) -> str:
     parts = []
     for run in runs:
         counts = {status: sum(entry["status"] == status for entry in run.entries) for status in _STATUS}
-        told = escape(", ".join(f"{count} {status}" for status, count in counts.items()))
+        caption = escape(", ".join(f"{count} {status}" for status, count in counts.items()))
         cells = ""
         for entry in run.entries:
             why = f", {entry['reason']}" if entry.get("reason") else ""
             title = escape(f"{entry['name']}: {entry['status']}{why}")
             cells += f'<i class="{_STATUS.get(entry["status"], "bad")}" title="{title}"></i>'
-        strip = f'<div class="strip" role="img" aria-label="{told}, in model order">{cells}</div>'
-        parts.append(f"<h3>{escape(run.name)}: {escape(run.policy)}</h3><p>{told}.</p>{strip}{_map(run)}")
+        strip = f'<div class="strip" role="img" aria-label="{caption}, in model order">{cells}</div>'
+        parts.append(f"<h3>{escape(run.name)}: {escape(run.policy)}</h3><p>{caption}.</p>{strip}{_map(run)}")
     return section("Patch map", "".join(parts))
 
 
@@ -178,9 +178,9 @@ def bytes_section(runs: Sequence[RunData]) -> str:
 
 
 def health_section(run: RunData) -> str:
-    """Signal-to-noise ratio of MXFP8 quantisation per module: by tensor at the last sample, and of inputs over time."""
+    """Signal-to-noise ratio of MXFP8 quantization per module: by tensor at the last sample, and of inputs over time."""
     sampled = [record for record in run.metrics if record.get("health")]
-    title = f"Quantisation health: {run.name}"
+    title = f"Quantization health: {run.name}"
     if not sampled:
         return section(title, missing("Not sampled: neuron_health_steps was 0, or the run ended before."))
     last = sampled[-1]["health"]
@@ -245,8 +245,8 @@ def load_section(run: RunData) -> str:
         if known:
             lines.append(band(name, [list(known.values())], list(known)))
     if len(logged) > 1 and lines:
-        told = "Entropy of the load (1: all experts alike), of some modules"
-        drawn.append(step_figure(lines, "entropy", "Entropy of the expert load over the steps", told))
+        caption = "Entropy of the load (1: all experts alike), of some modules"
+        drawn.append(step_figure(lines, "entropy", "Entropy of the expert load over the steps", caption))
     return section(title, figures(drawn))
 
 

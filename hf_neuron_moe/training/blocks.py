@@ -52,7 +52,7 @@ def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     """Return up to `rows` rows of every projection, evenly spread, each row along the contraction axis of its matmul.
 
     ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter the
-    rows that are on this rank. A block with frozen MX weights has none to quantise.
+    rows that are on this rank. A block with frozen MX weights has none to quantize.
     """
     if isinstance(block, QuantizedBlock):
         return {}

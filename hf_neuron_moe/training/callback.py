@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public, with_article
 from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
 from hf_neuron_moe.training.blocks import patch_record
 from hf_neuron_moe.training.figures import logs_of
@@ -41,7 +41,7 @@ class NeuronMoECallback(TrainerCallback):
         config: patch the model with this configuration: when the Trainer is made if it was passed in ``callbacks``,
             else when training begins. By then the optimizer exists, so a configuration that moves weights to another
             layout is refused. None: the model is patched already.
-        health_steps: measure quantisation in the first step and every this many; 0 for never. None: the training
+        health_steps: measure quantization in the first step and every this many; 0 for never. None: the training
             arguments' ``neuron_health_steps``, or 100 where they have none.
     """
 
@@ -87,7 +87,7 @@ class NeuronMoECallback(TrainerCallback):
         elif not is_patched(model):
             if self._may_be_stock:
                 return
-            got = f"a {type(model).__name__} without patched blocks"
+            got = f"{with_article(type(model).__name__)} without patched blocks"
             fix = (
                 "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is one), "
                 "give the callback a config, or use NeuronMoETrainer."

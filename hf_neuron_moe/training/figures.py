@@ -30,7 +30,7 @@ _MAGNITUDE, _LARGEST_CODE = 0x7F, 0x7E
 
 INPUT = "input"
 TENSORS = (*PROJECTIONS, INPUT)
-"""What the quantisation health of a block is measured of."""
+"""What the quantization health of a block is measured of."""
 
 
 def load_figures(load: list[int]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def quantization_health(rows_RK: Tensor) -> Tensor:
     ``mlp_fwd_mxfp8``); the padding does not count. They have any float dtype and device. The result is fp32 ``[4]`` on
     the same device, in the order of :data:`MEASURES`: the largest magnitude; the share of elements that are not zero
     but become it; the share that gets the largest code, 448 times the scale (the Neuron rule leaves headroom, so
-    anything but 0 means infinities); and the signal-to-quantisation-noise ratio ``10 log10(sum x^2 / sum (x - q)^2)``
+    anything but 0 means infinities); and the signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - q)^2)``
     in dB, infinite where nothing is lost. All NaN for no rows.
     """
     if rows_RK.numel() == 0:
@@ -95,7 +95,7 @@ def quantization_health(rows_RK: Tensor) -> Tensor:
 
 
 def health_record(blocks: Iterable[str], health_WM4: Tensor) -> dict[str, Any]:
-    """Return the quantisation health per block and tensor over all ranks, each of which saw its own inputs and shards.
+    """Return the quantization health per block and tensor over all ranks, each of which saw its own inputs and shards.
 
     M are the blocks times :data:`TENSORS`, in their order; figures are NaN of tensors that a block does not have.
     """

@@ -1,4 +1,4 @@
-"""What is measured while a patched model trains: tokens, expert load, padding, saved bytes, quantisation health.
+"""What is measured while a patched model trains: tokens, expert load, padding, saved bytes, quantization health.
 
 Forward hooks count into tensors on the model's device; values come to the host when they are logged.
 Legend: T tokens, K experts per token, E experts, M tensors measured.
@@ -51,7 +51,7 @@ class TrainingMonitor:
     """Counts what the patched blocks of a model do in training forwards, until :meth:`detach`.
 
     A training forward is a call of `model` in training mode with gradients enabled: not evaluation, generation, or the
-    recomputation of checkpointed layers within backward. Under ``torch.compile`` the inputs' quantisation health is not
+    recomputation of checkpointed layers within backward. Under ``torch.compile`` the inputs' quantization health is not
     measured, since sampled steps would need a graph of their own; everything else is.
     """
 

@@ -150,7 +150,7 @@ def measure_saved_bytes(modules: Mapping[str, nn.Module]) -> Iterator[SavedBytes
     """Count what the named modules, none of which may contain another, save for backward inside the ``with`` block.
 
     Storages are counted once per call and in full, also where only a view of them is saved. Parameters and buffers of
-    the module are left out, as are their views; a cast or quantised copy of a parameter that is kept for backward is
+    the module are left out, as are their views; a cast or quantized copy of a parameter that is kept for backward is
     counted. The counts grow with every forward call of a named module and stay readable after the block.
 
     Not seen: tensors that an operator keeps as plain attributes of its context. Measure without gradient checkpointing

@@ -1,4 +1,4 @@
-"""Networks of MX codes: every storage layout, forward without requantising, backward exact for the codes' values."""
+"""Networks of MX codes: every storage layout, forward without requantizing, backward exact for the codes' values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_neuron_moe.formats import (
     unswizzle,
 )
 from hf_neuron_moe.modules import ops, quantized_ops
-from hf_neuron_moe.modules.quantized_ops import frozen_network
+from hf_neuron_moe.modules.quantized_ops import quantized_network
 from tests.frozen_oracle import oracle
 from tests.refusals import refused
 
@@ -41,7 +41,7 @@ def wide(*shape: int, seed: int = 0) -> Tensor:
 
 
 def store(weight: Tensor, arrangement: str, scales: str, rule: str = "neuron") -> tuple[Tensor, Tensor]:
-    """Quantise ``[F, K]`` or ``[E, F, K]`` and store it as asked."""
+    """Quantize ``[F, K]`` or ``[E, F, K]`` and store it as asked."""
     if weight.ndim == 3:
         pairs = [store(matrix, arrangement, scales, rule) for matrix in weight]
         return torch.stack([codes for codes, _ in pairs]), torch.stack([bytes_ for _, bytes_ in pairs])
@@ -96,7 +96,7 @@ def test_dense_forward_is_the_patched_block_s_bit_for_bit(
 ) -> None:
     products(monkeypatch, native=False)
     gate_up, down, x = wide(2 * inner, hidden), wide(hidden, inner, seed=1), wide(37, hidden, seed=2)
-    y = frozen_network(x, None, None, stack_of(gate_up, down, arrangement, scales), backend="torch")
+    y = quantized_network(x, None, None, stack_of(gate_up, down, arrangement, scales), backend="torch")
     gate, up = gate_up.chunk(2)
     assert torch.equal(y, ops.swiglu_mlp(x, gate, up, down, precision="mxfp8", backend="torch"))
 
@@ -110,7 +110,7 @@ def test_experts_forward_is_the_patched_block_s_bit_for_bit(
     generator = torch.Generator().manual_seed(3)
     index = torch.randint(0, 6, (700, 2), generator=generator)  # 4 and 5 belong to other ranks
     weights = torch.rand(700, 2, generator=generator)
-    y = frozen_network(x, index, weights, stack_of(gate_up, down, arrangement, scales), backend="torch")
+    y = quantized_network(x, index, weights, stack_of(gate_up, down, arrangement, scales), backend="torch")
     expected = ops.experts(
         x, index, weights, gate_up, down, transposed=False, precision="mxfp8", block_size=512, backend="torch"
     )
@@ -121,7 +121,7 @@ def test_blocks_with_bf16_products_differ_by_roundings_of_sums(monkeypatch: pyte
     """Their sums have 16 bits, so that few values are rounded differently afterwards."""
     products(monkeypatch, native=True)
     gate_up, down, x = wide(2 * 640, 256), wide(256, 640, seed=1), wide(300, 256, seed=2)
-    y = frozen_network(x, None, None, stack_of(gate_up, down, "natural", "compact"), backend="torch")
+    y = quantized_network(x, None, None, stack_of(gate_up, down, "natural", "compact"), backend="torch")
     other = ops.swiglu_mlp(x, *gate_up.chunk(2), down, precision="mxfp8", backend="torch")
     assert relative(y, other.double()) < 2**-9  # half of what one more rounding to bf16 can cost
 
@@ -139,7 +139,7 @@ def test_dense_backward_is_exact_for_the_codes_values(
 ) -> None:
     gate_up, down = wide(2 * inner, hidden), wide(hidden, inner, seed=1)
     x = wide(tokens, hidden, seed=2).requires_grad_()
-    y = frozen_network(x, None, None, stack_of(gate_up, down, *stored, rule), backend="torch")
+    y = quantized_network(x, None, None, stack_of(gate_up, down, *stored, rule), backend="torch")
     dout = wide(tokens, hidden, seed=3)
     (dx,) = torch.autograd.grad(y, x, dout)
     exact = x.detach().double().requires_grad_()
@@ -164,7 +164,7 @@ def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packe
     generator = torch.Generator().manual_seed(3)
     x, index = wide(11, hidden, seed=2).requires_grad_(), torch.randint(0, 3, (11, 2), generator=generator)
     weights = torch.rand(11, 2, generator=generator).requires_grad_()
-    y, dout = frozen_network(x, index, weights, stack, backend="torch"), wide(11, hidden, seed=4)
+    y, dout = quantized_network(x, index, weights, stack, backend="torch"), wide(11, hidden, seed=4)
     dx, dw = torch.autograd.grad(y, (x, weights), dout)
     x64, w64 = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
     width = padded_intermediate(inner)
@@ -191,9 +191,9 @@ def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packe
 
 
 def test_the_codes_are_used_as_they_are() -> None:
-    """Values of a scale rule that Neuron's would change: requantising would show."""
+    """Values of a scale rule that Neuron's would change: requantizing would show."""
     gate_up, down, x = wide(256, 128), wide(128, 128, seed=1), wide(9, 128, seed=2)
-    kept = frozen_network(x, None, None, stack_of(gate_up, down, "natural", "compact", "floor"), backend="torch")
+    kept = quantized_network(x, None, None, stack_of(gate_up, down, "natural", "compact", "floor"), backend="torch")
     values = [fake_quantize_mx(weight, rule="floor").bfloat16() for weight in (gate_up, down)]
     gate, up = values[0].chunk(2)
     requantized = ops.swiglu_mlp(x, gate, up, values[1], precision="mxfp8", backend="torch")
@@ -228,9 +228,9 @@ def test_nothing_is_kept_without_gradients_and_weights_are_not_copied() -> None:
     x = wide(5, 128, seed=2)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        frozen_network(x, None, None, stack, backend="torch")
+        quantized_network(x, None, None, stack, backend="torch")
         assert not kept
-        frozen_network(x.requires_grad_(), None, None, stack, backend="torch")
+        quantized_network(x.requires_grad_(), None, None, stack, backend="torch")
     own = {stack.gate_up_codes.data_ptr(), stack.gate_up_scales.data_ptr(), stack.down_codes.data_ptr()}
     own.add(stack.down_scales.data_ptr())
     fresh = [tensor for tensor in kept if tensor.data_ptr() not in own and tensor.numel()]
@@ -241,7 +241,7 @@ def test_nothing_is_kept_without_gradients_and_weights_are_not_copied() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     stack = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
     with refused(ShapeError, "x_TH"):
-        frozen_network(wide(5, 64), None, None, stack, backend="torch")
+        quantized_network(wide(5, 64), None, None, stack, backend="torch")
     with refused(ConfigError, "scheme", got="'1x32'"):
         MXLayout(scheme="1x32")
     with refused(ConfigError, "arrangement"):
@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_hidden_size_of_384_follows_the_codes_groups() -> None:
     """The forward kernel groups raw operands of 384 as one tile; prepared ones, such as these, are 256 + 128."""
     gate_up, down, x = wide(256, 384), wide(384, 128, seed=1), wide(33, 384, seed=2)
-    y = frozen_network(x, None, None, stack_of(gate_up, down, "swizzled", "packed"), backend="torch")
+    y = quantized_network(x, None, None, stack_of(gate_up, down, "swizzled", "packed"), backend="torch")
     gate, up = gate_up.chunk(2)
     assert not torch.equal(y, ops.swiglu_mlp(x, gate, up, down, precision="mxfp8", backend="torch"))
     values = [fake_quantize_mx(weight) for weight in (gate_up, down)]

@@ -10,7 +10,7 @@ from hf_neuron_moe.activation_policy import keep_strings
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.errors import ConfigError, GradientError
 from hf_neuron_moe.formats import quantize_mx, unswizzle
-from hf_neuron_moe.modules.quantized_ops import frozen_network
+from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes
 from tests.refusals import refused
 
@@ -47,7 +47,7 @@ def run(stack: MXExpertStack, routed: bool, tokens: int, keep: str) -> tuple[lis
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = frozen_network(x, index, weights, stack, backend="torch", activations=keep)
+        y = quantized_network(x, index, weights, stack, backend="torch", activations=keep)
     dout = torch.randn(y.shape, generator=generator).bfloat16()
     leaves = [leaf for leaf in (x, weights) if leaf is not None]
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)], sum(kept.values())
@@ -58,7 +58,7 @@ def run(stack: MXExpertStack, routed: bool, tokens: int, keep: str) -> tuple[lis
 def test_same_bits_and_the_bytes_foretold(routed: bool, inner: int, tokens: int) -> None:
     """Several chunks of rows, and several tiles of the intermediate axis."""
     stack = stack_of(inner, 3 if routed else None)
-    shape = SavedBlock("bf16", HIDDEN, inner, 2 if routed else None, frozen=True)
+    shape = SavedBlock("bf16", HIDDEN, inner, 2 if routed else None, quantized=True)
     expected, _ = run(stack, routed, tokens, "full")
     for keep in LOSSLESS:
         results, kept = run(stack, routed, tokens, keep)
@@ -75,7 +75,7 @@ def test_same_bits_and_the_bytes_foretold(routed: bool, inner: int, tokens: int)
 
 def test_there_is_no_second_derivative() -> None:
     x = torch.randn(4, HIDDEN, requires_grad=True)
-    y = frozen_network(x, None, None, stack_of(128, None), backend="torch")
+    y = quantized_network(x, None, None, stack_of(128, None), backend="torch")
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with refused(GradientError, "the backward itself"):
         first.square().sum().backward()

@@ -18,7 +18,7 @@ from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules import ops
 from tests.backends.rounding_oracle import network_mxfp8
 from tests.refusals import refused
-from tests.tiny_models import HOMES, tiny_model
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model
 
 FAMILIES = ("llama", "mixtral")
 SIZES = {"hidden_size": 64, "intermediate_size": 160}
@@ -107,7 +107,7 @@ def test_more_rows_are_left_to_the_tiles(rows: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_the_output_is_that_of_weights_quantized_in_the_call(
     family: str, home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import gradient_memory as module
 from hf_neuron_moe.backends.torch.gradient_memory import GradientMemory, gradient_memory
-from tests.tiny_models import HOMES, tiny_model
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model
 
 FAMILIES = ("llama", "mixtral")
 
@@ -42,7 +42,7 @@ def patched(family: str, home: str = "stock") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_step_has_the_memory_and_its_own_values(
     family: str, home: str, monkeypatch: pytest.MonkeyPatch

@@ -136,7 +136,7 @@ def test_gradients_have_the_bits_of_the_contract(block: object, inner: int) -> N
 
 
 def test_groups_of_the_two_halves_show_in_the_input_gradient() -> None:
-    """The oracle itself: with gate and up quantised apart dX is another one, unless I is a multiple of 512."""
+    """The oracle itself: with gate and up quantized apart dX is another one, unless I is a multiple of 512."""
     for inner, alike in ((128, False), (320, False), (512, True), (640, False)):
         o = operands(inner, seed=inner)
         gate, up = (bf16(q(o.x_SH, 1) @ q(weight, 1).T) for weight in (o.gate_IH, o.up_IH))

@@ -16,11 +16,11 @@ def test_it_reports_the_cost_of_every_part(repo_root: Path, tmp_path: Path) -> N
     command = [sys.executable, "benchmarks/training_overhead.py", "--clock", "cpu", "--steps", "14"]
     command += ["--cases", "dense", "few experts", "--json", str(tmp_path / "out.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=True, env=environment).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=True, env=environment).stdout
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert [case["name"] for case in cases] == ["dense", "few experts"]
     for case in cases:
-        assert case["name"] in told
+        assert case["name"] in shown
         assert case["hooks_s"] > 0 and case["collect_s"] > 0 and case["health_s"] > 0
         # The goal, with logging in every tenth step, where the steps are short. What the processor does beside this
         # test stretches a step and its hooks alike.

@@ -79,9 +79,14 @@ def test_refusal_is_one_line_with_the_exit_code_of_its_kind(model_dir, run, tmp_
     assert "--force" in result.err
     as_json = run("convert", model_dir, tmp_path / "dst", "--json")
     assert (as_json.code, as_json.err) == (4, "")
-    told = json.loads(as_json.out)
-    assert (told["ok"], told["error"], told["kind"], told["exit_code"]) == (False, "DestinationError", "destination", 4)
-    assert told["message"] == result.err.strip()
+    shown = json.loads(as_json.out)
+    assert (shown["ok"], shown["error"], shown["kind"], shown["exit_code"]) == (
+        False,
+        "DestinationError",
+        "destination",
+        4,
+    )
+    assert shown["message"] == result.err.strip()
     debug = run("--debug", "convert", model_dir, tmp_path / "dst")
     assert debug.code == 4 and "DestinationError" in debug.err and debug.err.endswith(result.err)
     assert list((tmp_path / "dst").iterdir()) == []
@@ -124,10 +129,10 @@ def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_
     cases[options] = "got a YAML file. Give the model's folder, which finetune.py's files name in `model:`"
     if command in ("doctor", "estimate"):  # take the file too
         del cases[model_dir / "config.json"]
-    for given, told in cases.items():
+    for given, shown in cases.items():
         result = run(command, given, *rest)
         assert (result.code, result.out) == (1 if given.is_file() else 3, "")
-        assert re.match(rf"{command}: {re.escape(str(given))} must be .*{told}", result.err), result.err
+        assert re.match(rf"{command}: {re.escape(str(given))} must be .*{shown}", result.err), result.err
         assert result.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -136,11 +141,11 @@ def test_a_folder_of_the_wrong_kind_is_sent_to_the_right_command(model_dir, run,
     assert run("convert", model_dir, tmp_path / "dst", "--precision", "mxfp8").code == 0
     (tmp_path / "empty").mkdir()
     for command, rest in (("plan", []), ("convert", [tmp_path / "new"])):
-        told = run(command, tmp_path / "dst", *rest)
-        assert told.code == 1
+        shown = run(command, tmp_path / "dst", *rest)
+        assert shown.code == 1
         assert re.match(
-            rf"{command}: .*wrote \(precision mxfp8, layout kernel\)\. .*`hf-neuron-moe export .*dst NEW`", told.err
-        ), told.err
+            rf"{command}: .*wrote \(precision mxfp8, layout kernel\)\. .*`hf-neuron-moe export .*dst NEW`", shown.err
+        ), shown.err
         assert run(command, tmp_path / "empty", *rest).err.startswith(f"{command}: ")
     stock = run("export", model_dir, tmp_path / "new")
     assert (stock.code, stock.err.count("nothing to export")) == (1, 1)
@@ -156,9 +161,9 @@ def test_damage_is_reported_under_the_command_that_met_it(model_dir, run, tmp_pa
     assert run("convert", model_dir, tmp_path / "dst").code == 0
     (shard,) = (tmp_path / "dst").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-3])
-    told = run("export", tmp_path / "dst", tmp_path / "back")
-    assert told.code == 3
-    assert told.err.startswith(f"export: {shard.name}")
+    shown = run("export", tmp_path / "dst", tmp_path / "back")
+    assert shown.code == 3
+    assert shown.err.startswith(f"export: {shard.name}")
 
 
 def test_rounding_is_told_and_counted(model_dir, run, tmp_path):
@@ -168,8 +173,8 @@ def test_rounding_is_told_and_counted(model_dir, run, tmp_path):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, :2] = 1 + 2**-12
     model.save_pretrained(tmp_path / "wide")
-    told = run("convert", tmp_path / "wide", tmp_path / "two", "--precision", "bf16")
-    assert told.code == 0, told.err
-    assert "note: 2 of 6,144 F32 values in 1 tensors (first: model.layers.0.mlp.down_proj.weight)" in told.out
+    shown = run("convert", tmp_path / "wide", tmp_path / "two", "--precision", "bf16")
+    assert shown.code == 0, shown.err
+    assert "note: 2 of 6,144 F32 values in 1 tensors (first: model.layers.0.mlp.down_proj.weight)" in shown.out
     as_json = run("convert", tmp_path / "wide", tmp_path / "three", "--precision", "bf16", "--json")
     assert json.loads(as_json.out)["rounded_values"] == 2

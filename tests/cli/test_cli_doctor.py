@@ -61,34 +61,34 @@ def test_doctor_lists_the_block_sizes_that_work(run, mixtral_dir, tmp_path, monk
     assert "  trn2  yes; block sizes 256, 512, 1024, 2048, 4096" in text
     assert "  trn3  yes; block sizes 128, 256, 512, 1024, 2048, 4096" in text
     assert "judged at block_size=512; NeuronMoEConfig(block_size=...)" in text
-    told = run("doctor", mixtral_dir, "--block-size", 128).out
-    assert "  trn2  no: the kernels take block sizes 256, 512, 1024, 2048, 4096, and block_size is 128" in told
-    assert "block_size is 128; block sizes" not in told, "once is enough"
+    shown = run("doctor", mixtral_dir, "--block-size", 128).out
+    assert "  trn2  no: the kernels take block sizes 256, 512, 1024, 2048, 4096, and block_size is 128" in shown
+    assert "block_size is 128; block sizes" not in shown, "once is enough"
     wrong = run("doctor", mixtral_dir, "--block-size", 384)
     assert wrong.code == 2 and "'384' is not one of 128, 256, 512" in wrong.err
     runtime(monkeypatch, 4)
     with installed(tmp_path / "site", Double(release=(2, 31), target="trn2")):
-        told = json.loads(run("doctor", mixtral_dir, "--json").out)
-    assert told["blocks"][0]["here"] == {"usable": True, "reason": None, "block_sizes": [256, 512, 1024]}
+        shown = json.loads(run("doctor", mixtral_dir, "--json").out)
+    assert shown["blocks"][0]["here"] == {"usable": True, "reason": None, "block_sizes": [256, 512, 1024]}
 
 
 @pytest.mark.parametrize("module", ["nki", "torch_neuronx"])
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "shown"),
     [
         ("raise RuntimeError('libnrt.so: no driver')", "RuntimeError: libnrt.so: no driver"),
         ("def of_a_later_python(: pass", "SyntaxError"),
         ("import hf_neuron_moe_no_such_module", "No module named 'hf_neuron_moe_no_such_module'"),
     ],
 )
-def test_doctor_diagnoses_a_broken_installation(run, module, code, told, tmp_path, monkeypatch, mixtral_dir):
+def test_doctor_diagnoses_a_broken_installation(run, module, code, shown, tmp_path, monkeypatch, mixtral_dir):
     """A missing driver, a wheel of a later Python, a missing dependency: told and not raised."""
     distribution = module.replace("_", "-")
     put(tmp_path, distribution, "9.9", "Real.", module, code)
     monkeypatch.syspath_prepend(str(tmp_path))
     result = run("doctor", mixtral_dir)
     assert (result.code, result.err) == (0, "")
-    assert f"{module} fails to import" in result.out and told in result.out
+    assert f"{module} fails to import" in result.out and shown in result.out
     states = {package["name"]: package["state"] for package in json.loads(run("doctor", "--json").out)["packages"]}
     assert states[distribution] == "broken"
     assert result.out.startswith('backend="neuron" can run here: no\n  why:   ')
@@ -112,9 +112,9 @@ def test_a_broken_part_of_nkilib_is_told(run, tmp_path, mixtral_dir):
         (broken / "__init__.py").write_text("raise RuntimeError('compiled for another nki')", encoding="utf-8")
         patch.setattr(sys.modules["nkilib"], "__path__", [str(tmp_path)])
         result = run("doctor", mixtral_dir)
-        told = json.loads(run("doctor", "--json").out)
+        shown = json.loads(run("doctor", "--json").out)
     assert (result.code, result.err) == (0, "")
-    reasons = {kernel["need"]: kernel["reason"] for kernel in told["kernels"]}
+    reasons = {kernel["need"]: kernel["reason"] for kernel in shown["kernels"]}
     assert "compiled for another nki" in reasons["moe_forward"]
     assert "nkilib fails: RuntimeError: compiled for another nki" in result.out
 
@@ -145,15 +145,18 @@ def test_the_first_step_follows_from_what_is_there(tmp_path, monkeypatch):
     assert "packages of SDK 2.33" in steps(reason="nki 0.6.0 is older than 0.7.0")
     for state in (MISSING, PLACEHOLDER, BROKEN):
         compiler = with_state(state, "neuronx-cc")
-        assert replace(ready, packages=compiler).why_not == f"neuronx-cc is {state}, and it compiles the kernels"
+        assert (
+            replace(ready, packages=compiler).unsupported_reason
+            == f"neuronx-cc is {state}, and it compiles the kernels"
+        )
         assert "nstall neuronx-cc" in steps(packages=compiler)
-    assert "torch has no torch.neuron" in str(replace(ready, devices=None).why_not)
+    assert "torch has no torch.neuron" in str(replace(ready, devices=None).unsupported_reason)
     assert "native torch-neuronx of SDK 2.33" in steps(devices=None)
-    assert "neuron-ls" in steps(devices=0) and "no logical core" in str(replace(ready, devices=0).why_not)
+    assert "neuron-ls" in steps(devices=0) and "no logical core" in str(replace(ready, devices=0).unsupported_reason)
     assert "unset that variable" in steps(lnc=(None, "LNC must be 1 or 2"))
     none = tuple(replace(kernel, generation=None, reason="has unknown arguments") for kernel in ready.kernels)
     assert "nki-library of SDK 2.33" in steps(kernels=none) and "unknown arguments" in str(
-        replace(ready, kernels=none).why_not
+        replace(ready, kernels=none).unsupported_reason
     )
 
 
@@ -176,20 +179,26 @@ def test_a_file_is_named_as_it_was_given(run, tmp_path, monkeypatch):
     (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     for command in (("doctor",), ("estimate", "--length", 8)):
-        told = run(command[0], "generation_config.json", *command[1:]).err
-        assert "generation_config.json must be the configuration of a model" in told and "hf-neuron-moe-" not in told
+        shown = run(command[0], "generation_config.json", *command[1:]).err
+        assert "generation_config.json must be the configuration of a model" in shown and "hf-neuron-moe-" not in shown
         assert f"Give the folder that holds it: {tmp_path}." in run(command[0], "notes.txt", *command[1:]).err
     assert "[[MODEL_DIR]]" not in run("doctor", "--help").out
 
 
 def test_text_and_json_say_the_same(run, mixtral_dir):
-    text, told = run("doctor", mixtral_dir).out, json.loads(run("doctor", mixtral_dir, "--json").out)
-    facts = [told["why_not"], *told["first_steps"], told["simulator_reason"], told["python"], told["machine"]]
-    facts += [part for package in told["packages"] for part in (package["name"], package["state"], package["note"])]
-    kernels = [kernel for kernel in told["kernels"] if kernel["need"].startswith("moe_")]  # those of its kind of block
+    text, shown = run("doctor", mixtral_dir).out, json.loads(run("doctor", mixtral_dir, "--json").out)
+    facts = [
+        shown["why_not"],
+        *shown["first_steps"],
+        shown["simulator_reason"],
+        shown["python"],
+        shown["machine"],
+    ]
+    facts += [part for package in shown["packages"] for part in (package["name"], package["state"], package["note"])]
+    kernels = [kernel for kernel in shown["kernels"] if kernel["need"].startswith("moe_")]  # those of its kind of block
     facts += [part for kernel in kernels for part in (kernel["need"], kernel["function"], kernel["reason"])]
-    facts += [told["target"]["source"], told["lnc"]["source"], told["model"]]
-    for block in told["blocks"]:
+    facts += [shown["target"]["source"], shown["lnc"]["source"], shown["model"]]
+    for block in shown["blocks"]:
         facts += [*block["kernels"], block["precision"], *(place["reason"] for place in block["documented"].values())]
     assert [fact for fact in facts if fact and fact not in text] == []
 
@@ -210,11 +219,11 @@ def test_the_documents_are_asked_about_the_lnc_that_is_set(run, mixtral_dir, mon
             if variable:
                 patch.setenv(variable, "1")
             text = run("doctor", mixtral_dir, *arguments).out
-            told = json.loads(run("doctor", mixtral_dir, *arguments, "--json").out)
+            shown = json.loads(run("doctor", mixtral_dir, *arguments, "--json").out)
         assert f"trn2 and trn3: by the documents of SDK 2.33, LNC 1 ({variable or '--lnc'})" in text
         assert "  trn2  no: the experts' backward needs two physical cores" in text
-        assert told["documented_lnc"] == {"value": 1, "source": variable or "--lnc"}
-        assert not told["blocks"][0]["documented"]["trn2"]["usable"]
+        assert shown["documented_lnc"] == {"value": 1, "source": variable or "--lnc"}
+        assert not shown["blocks"][0]["documented"]["trn2"]["usable"]
     monkeypatch.setenv("HF_NEURON_MOE_LNC", "1")
     assert "  trn2  yes" in run("doctor", mixtral_dir, "--lnc", 2).out
     assert run("doctor", "--lnc", 3).code == 2
@@ -226,8 +235,8 @@ def test_the_variable_that_is_wrong_is_named(run, monkeypatch):
             patch.setenv(variable, "3")
             assert f"Set {variable} to 1 or 2, or unset it." in run("doctor").out
     monkeypatch.setenv("NEURON_CC_FLAGS", "--lnc 4")
-    told = run("doctor").out
-    assert "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS" in told
+    shown = run("doctor").out
+    assert "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS" in shown
 
 
 def test_doctor_judges_the_blocks_of_a_conversion(run, tmp_path):
@@ -243,29 +252,29 @@ def test_doctor_judges_the_blocks_of_a_conversion(run, tmp_path):
         "natural": (experts, ConvertOptions(precision="mxfp8", purpose="training")),
         "bf16": (dense, ConvertOptions(precision="bf16", layout="kernel")),
     }
-    told = {}
+    shown = {}
     for name, (source, options) in conversions.items():
         convert_checkpoint(source, tmp_path / f"{name}-converted", options)
         result = run("doctor", tmp_path / f"{name}-converted", "--json")
         assert result.code == 0, result.err
-        told[name] = json.loads(result.out)["blocks"]
+        shown[name] = json.loads(result.out)["blocks"]
         if name == "bf16":
             continue
         # What the loaded model's own blocks are judged to be.
         loaded = block_groups(load_for_verification(tmp_path / f"{name}-converted"))
         by_loaded = usable_kernels(loaded, None, "nki is not installed")
         assert [answer.documented for answer in by_loaded] == [
-            {place: answer["reason"] for place, answer in block["documented"].items()} for block in told[name]
+            {place: answer["reason"] for place, answer in block["documented"].items()} for block in shown[name]
         ]
-    (block,) = told["dense"]
+    (block,) = shown["dense"]
     assert (block["frozen"], block["kernels"], len(block["names"])) == (True, ["mlp_forward_mxfp8_nki"], 2)
     assert block["documented"]["trn3"]["usable"] and "Trn3 only" in block["documented"]["trn2"]["reason"]
     assert "not trained" in block["training"] and "nki is not installed" in block["here"]["reason"]
-    (block,) = told["words"]
+    (block,) = shown["words"]
     assert block["kernels"] == ["moe_cte"] and block["documented"]["trn3"]["usable"]
-    (block,) = told["natural"]
+    (block,) = shown["natural"]
     assert "takes words" in block["documented"]["trn3"]["reason"]
-    assert [block["precision"] for block in told["bf16"]] == ["bf16", "mxfp8"] and not told["bf16"][0]["frozen"]
+    assert [block["precision"] for block in shown["bf16"]] == ["bf16", "mxfp8"] and not shown["bf16"][0]["frozen"]
     advice = "--precision mxfp8 --for inference --pad` writes experts as words"
     assert advice in run("doctor", tmp_path / "natural-converted").out
     text = run("doctor", tmp_path / "dense-converted").out
@@ -282,11 +291,11 @@ def test_estimate_says_what_to_give_instead_of_a_conversion(run, model_dir, tmp_
 
 
 def test_doctor_as_json(run, mixtral_dir):
-    told = json.loads(run("doctor", mixtral_dir, "--json").out)
-    assert (told["ok"], told["usable"], told["sdk"], told["devices"]) == (True, False, None, None)
-    assert {package["state"] for package in told["packages"]} == {MISSING}
-    assert told["kernels"] and {kernel["generation"] for kernel in told["kernels"]} == {None}
-    bf16, mxfp8 = told["blocks"]
+    shown = json.loads(run("doctor", mixtral_dir, "--json").out)
+    assert (shown["ok"], shown["usable"], shown["sdk"], shown["devices"]) == (True, False, None, None)
+    assert {package["state"] for package in shown["packages"]} == {MISSING}
+    assert shown["kernels"] and {kernel["generation"] for kernel in shown["kernels"]} == {None}
+    bf16, mxfp8 = shown["blocks"]
     assert (bf16["precision"], bf16["experts"], len(bf16["names"])) == ("bf16", 4, 2)
     assert bf16["kernels"] == ["moe_cte", "blockwise_mm_bwd"]
     sizes = [256, 512, 1024, 2048, 4096]
@@ -314,10 +323,10 @@ def test_a_machine_that_lacks_a_part_of_the_table_is_not_usable(without, why, ru
             (info,) = (tmp_path / "site").glob("neuronx_cc-*")
             info.rename(tmp_path / "away")
         text, strict = run("doctor", mixtral_dir), run("doctor", mixtral_dir, "--strict")
-        told = json.loads(run("doctor", mixtral_dir, "--json").out)
+        shown = json.loads(run("doctor", mixtral_dir, "--json").out)
     assert text.out.startswith(f'backend="neuron" can run here: no\n  why:   {why}')
     assert "  here  no, see the top" in text.out and (text.code, strict.code) == (0, 1)
-    assert not told["usable"] and not told["blocks"][0]["here"]["usable"]
+    assert not shown["usable"] and not shown["blocks"][0]["here"]["usable"]
 
 
 def test_doctor_on_machines(run, mixtral_dir, tmp_path, monkeypatch):
@@ -328,19 +337,19 @@ def test_doctor_on_machines(run, mixtral_dir, tmp_path, monkeypatch):
             result = run("doctor", mixtral_dir, "--json", "--block-size", block_size)
             text = run("doctor", mixtral_dir, "--block-size", block_size).out
             strict = run("doctor", mixtral_dir, "--strict", "--block-size", block_size).code
-        told = json.loads(result.out)
-        assert told["usable"] and told["sdk"] == "2.33", "of nki, which stays 0.7.0 on every one of these machines"
-        assert told["target"] == {"value": target, "source": "NEURON_PLATFORM_TARGET_OVERRIDE"}
-        assert told["environment"]["NEURON_LOGICAL_NC_CONFIG"] == told["lnc"]["value"] == "2"
-        packages = {package["name"]: (package["state"], package["version"]) for package in told["packages"]}
+        shown = json.loads(result.out)
+        assert shown["usable"] and shown["sdk"] == "2.33", "of nki, which stays 0.7.0 on every one of these machines"
+        assert shown["target"] == {"value": target, "source": "NEURON_PLATFORM_TARGET_OVERRIDE"}
+        assert shown["environment"]["NEURON_LOGICAL_NC_CONFIG"] == shown["lnc"]["value"] == "2"
+        packages = {package["name"]: (package["state"], package["version"]) for package in shown["packages"]}
         assert packages["nki"] == (OK, "0.7.0") and packages["neuronx-cc"] == (OK, "2.28.7631")
         precision = "mxfp8" if target == "trn3" else "bf16"
-        here = next(found["here"] for found in told["blocks"] if found["precision"] == precision)
+        here = next(found["here"] for found in shown["blocks"] if found["precision"] == precision)
         assert here["usable"] is usable
         assert 'backend="neuron" can run here: yes' in text
         assert strict == (0 if usable else 1)
-        kernels = {kernel["need"]: kernel["generation"] for kernel in told["kernels"]}
-        assert {found["need"] for found in told["kernels"] if found["note"]} == {"moe_forward", "moe_backward"}
+        kernels = {kernel["need"]: kernel["generation"] for kernel in shown["kernels"]}
+        assert {found["need"] for found in shown["kernels"] if found["note"]} == {"moe_forward", "moe_backward"}
         assert "moe_forward and moe_backward: the documents leave open" in text and "verify-device checks it" in text
         assert (kernels["moe_forward_mxfp8"] is None) == (release == (2, 31))
         if not usable:
@@ -361,10 +370,10 @@ def test_strict_counts_gated_blocks_only(run, tmp_path, monkeypatch):
     vision.save_pretrained(tmp_path / "vision")
     runtime(monkeypatch, 4)
     with installed(tmp_path / "site", Double(target="trn2")):
-        told = json.loads(run("doctor", tmp_path / "both", "--json").out)["blocks"]
+        shown = json.loads(run("doctor", tmp_path / "both", "--json").out)["blocks"]
         codes = [run("doctor", tmp_path / name, "--strict").code for name in ("both", "vision")]
         refused = run("doctor", tmp_path / "both", "--strict", "--block-size", 128).code
-    usable = {(block["kind"], block["precision"]): (block["gated"], block["here"]["usable"]) for block in told}
+    usable = {(block["kind"], block["precision"]): (block["gated"], block["here"]["usable"]) for block in shown}
     assert usable["mlp", "bf16"] == (False, False) and usable["experts", "bf16"] == (True, True)
     assert codes == [0, 1] and refused == 1, "experts without kernels still count"
 
@@ -390,9 +399,9 @@ def test_placeholders_of_pypi_are_recognized(tmp_path, monkeypatch):
 def test_a_bad_setting_is_told_and_not_raised(run, monkeypatch):
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "3")
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn9")
-    told = json.loads(run("doctor", "--json").out)
-    assert told["lnc"]["value"] is None and "1 or 2" in told["lnc"]["source"]
-    assert told["target"]["value"] is None and "trn9" in told["target"]["source"]
+    shown = json.loads(run("doctor", "--json").out)
+    assert shown["lnc"]["value"] is None and "1 or 2" in shown["lnc"]["source"]
+    assert shown["target"]["value"] is None and "trn9" in shown["target"]["source"]
 
 
 def test_the_document_names_the_variables_and_the_bounds(repo_root):

@@ -24,7 +24,7 @@ def test_the_worked_example_runs(document, run, tmp_path, monkeypatch):
     (program,) = re.findall(r"```python\n(.*?)```", example, re.DOTALL)
     exec(program, {})
     lines = [line for block in re.findall(r"```bash\n(.*?)```", example, re.DOTALL) for line in block.splitlines()]
-    told = {}
+    reported = {}
     for line in lines:
         words = shlex.split(line, comments=True)
         expected = int(re.findall(r"# exit code (\d)", line)[0]) if "# exit code" in line else 0
@@ -34,27 +34,27 @@ def test_the_worked_example_runs(document, run, tmp_path, monkeypatch):
         assert words[0] == "hf-neuron-moe"
         result = run(*words[1:])
         assert result.code == expected, (line, result)
-        told[line] = result.out
-    dry = next(out for line, out in told.items() if "--dry-run" in line)
+        reported[line] = result.out
+    dry = next(out for line, out in reported.items() if "--dry-run" in line)
     # What the example prints is what the document shows, but for times, memory and what transformers' version decides.
     shown = re.findall(r"```text\n(.*?)```", example, re.DOTALL)
     steady = [line for line in shown[0].splitlines() if re.search(r"weights to convert|neuron-|nothing", line)]
     assert len(steady) == 3 and set(steady) <= set(dry.splitlines())
-    assert next(out for line, out in told.items() if "verify mx" in line) == shown[1]
-    inspected = next(out for line, out in told.items() if "inspect" in line)
+    assert next(out for line, out in reported.items() if "verify mx" in line) == shown[1]
+    inspected = next(out for line, out in reported.items() if "inspect" in line)
     assert set(shown[2].splitlines()) <= set(inspected.splitlines())
-    assert json.loads(told["hf-neuron-moe verify parts --json"])["ok"] is True
+    assert json.loads(reported["hf-neuron-moe verify parts --json"])["ok"] is True
 
 
 def test_the_floors_are_those_of_the_code(document):
-    told = {
+    reported = {
         rule.strip(): float(number)
         for line in document.splitlines()
         if line.startswith("| MXFP8")
         for rules, number in re.findall(r"([a-z, ]+) ([\d.]+)", line.split("|")[2])
         for rule in rules.split(",")
     }
-    assert told == MX_FLOORS_DB["mxfp8"]
+    assert reported == MX_FLOORS_DB["mxfp8"]
     assert f"| {BF16_FLOOR_DB:.0f} |" in document
     for rule, floor in MX_FLOORS_DB["mxfp4"].items():
         assert re.search(rf"{rule}[a-z, ]* {floor}\b", document)

@@ -22,21 +22,26 @@ def test_estimate_tells_a_table_or_one_object(model_dir, run):
     options = ["--batch", 2, "--length", 32, "--activations", "minimal", "--activations", "1KiB/token"]
     result = run("estimate", model_dir, *options, "--json", "--dtype", "fp32", "--optimizer", "sgd")
     assert (result.code, result.err) == (0, "")
-    told = json.loads(result.out)
-    assert (told["ok"], told["dtype"], told["tokens"], told["optimizer_bytes"]) == (True, "float32", 64, 0)
-    assert [policy["name"] for policy in told["policies"]] == ["minimal", "1KiB/token", "stock"]
-    fixed = told["parameter_bytes"] + told["gradient_bytes"]
-    assert [policy["total"] - policy["saved"] for policy in told["policies"]] == [fixed] * 3
+    shown = json.loads(result.out)
+    assert (shown["ok"], shown["dtype"], shown["tokens"], shown["optimizer_bytes"]) == (
+        True,
+        "float32",
+        64,
+        0,
+    )
+    assert [policy["name"] for policy in shown["policies"]] == ["minimal", "1KiB/token", "stock"]
+    fixed = shown["parameter_bytes"] + shown["gradient_bytes"]
+    assert [policy["total"] - policy["saved"] for policy in shown["policies"]] == [fixed] * 3
 
 
 def test_estimate_shows_the_other_policies_where_one_is_refused(model_dir, run):
     options = [part for text in ("1B/token", "full", "2B/token", "minimal") for part in ("--activations", text)]
     result = run("estimate", model_dir, "--tokens", 32, "--json", *options)
     assert (result.code, result.err) == (0, "")
-    told = json.loads(result.out)
-    assert [policy["name"] for policy in told["policies"]] == ["full", "minimal", "stock"]
-    assert list(told["refused"]) == ["1B/token", "2B/token"]
-    assert "a budget of at least 128 bytes per token" in told["refused"]["1B/token"]
+    shown = json.loads(result.out)
+    assert [policy["name"] for policy in shown["policies"]] == ["full", "minimal", "stock"]
+    assert list(shown["refused"]) == ["1B/token", "2B/token"]
+    assert "a budget of at least 128 bytes per token" in shown["refused"]["1B/token"]
     table = run("estimate", model_dir, "--tokens", 32, *options)
     assert table.code == 0 and "1B/token: refused" in " ".join(table.out.split())
     both = ["--activations", "1B/token", "--activations", "2B/token"]
@@ -114,9 +119,9 @@ def test_estimate_counts_the_attention_that_training_uses(named, model_dir, run,
 
 
 def test_estimate_says_that_sequences_are_longer_than_the_context(model_dir, run):
-    told = "longer than the 2048 positions"
-    assert told in run("estimate", model_dir, "--length", 4096).out
-    assert told not in run("estimate", model_dir, "--length", 2048).out
+    shown = "longer than the 2048 positions"
+    assert shown in run("estimate", model_dir, "--length", 4096).out
+    assert shown not in run("estimate", model_dir, "--length", 2048).out
 
 
 def test_batch_and_length_follow_from_what_is_given():
@@ -151,9 +156,9 @@ def test_batch_and_length_follow_from_what_is_given():
 )
 def test_numbers_have_an_upper_bound(options, model_dir, run):
     command, *rest = options
-    told = run(command, model_dir, *rest)
-    assert (told.code, told.out) == (2, ""), told.err
-    assert "frame #" not in told.err and "internal error" not in told.err
+    shown = run(command, model_dir, *rest)
+    assert (shown.code, shown.out) == (2, ""), shown.err
+    assert "frame #" not in shown.err and "internal error" not in shown.err
 
 
 def test_report_writes_one_file_and_refuses_other_folders(run, tmp_path: Path):
@@ -165,11 +170,11 @@ def test_report_writes_one_file_and_refuses_other_folders(run, tmp_path: Path):
     page = tmp_path / "out" / "report.html"
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     other = tmp_path / "page.html"
-    told = json.loads(run("report", tmp_path / "out", "-o", other, "--json").out)
-    assert told == {"ok": True, "report": str(other), "runs": 1, "studies": 0, "bytes": other.stat().st_size}
+    shown = json.loads(run("report", tmp_path / "out", "-o", other, "--json").out)
+    assert shown == {"ok": True, "report": str(other), "runs": 1, "studies": 0, "bytes": other.stat().st_size}
     wrong = run("report", folder.parent.parent / "nothing")
     assert (wrong.code, wrong.err.count("\n")) == (1, 1)
     assert "neuron_moe/run.json" in wrong.err and "no such directory" in wrong.err
     unwritable = run("report", tmp_path / "out", "-o", tmp_path / "no" / "page.html", "--json")
-    told = json.loads(unwritable.out)
-    assert unwritable.code == 4 and told["kind"] == "destination" and ".partial" not in told["message"]
+    shown = json.loads(unwritable.out)
+    assert unwritable.code == 4 and shown["kind"] == "destination" and ".partial" not in shown["message"]

@@ -63,10 +63,10 @@ def test_failures_are_one_line_or_one_object(kind, model_dir, run, tmp_path):
     assert text.err.startswith("convert: ") and "Traceback" not in text.err
     as_json = run(*command, "--json")
     assert (as_json.code, as_json.err) == (expected.code, "")
-    told = json.loads(as_json.out)
-    assert told.keys() == {"ok", "error", "kind", "exit_code", "message"}
-    assert (told["ok"], told["kind"], told["exit_code"]) == (False, kind, expected.code)
-    assert told["message"] == text.err.strip()
+    shown = json.loads(as_json.out)
+    assert shown.keys() == {"ok", "error", "kind", "exit_code", "message"}
+    assert (shown["ok"], shown["kind"], shown["exit_code"]) == (False, kind, expected.code)
+    assert shown["message"] == text.err.strip()
     assert not (tmp_path / "new").exists()
 
 
@@ -81,9 +81,9 @@ def test_a_failed_verification_prints_its_report(model_dir, run, tmp_path):
     text = run(*command)
     assert (text.code, text.err) == (6, "")
     assert "NOT OK" in text.out and re.search(r"^FAILED files: neuron-\S+: \S+", text.out, re.MULTILINE)
-    told = json.loads(run(*command, "--json").out)
-    assert told["ok"] is False and told["checks"]["files"]["state"] == "FAILED"
-    assert told["findings"][0]["check"] == "files"
+    shown = json.loads(run(*command, "--json").out)
+    assert shown["ok"] is False and shown["checks"]["files"]["state"] == "FAILED"
+    assert shown["findings"][0]["check"] == "files"
     good = run("verify", tmp_path / "good", "--source", model_dir, "--json")
     assert good.code == 0
     assert {check["state"] for check in json.loads(good.out)["checks"].values()} == {"ok"}
@@ -96,9 +96,9 @@ def test_what_the_system_refuses_is_exit_code_5(code, model_dir, run, tmp_path, 
 
     monkeypatch.setattr(disk, "fsync", fail)
     result = run("convert", model_dir, tmp_path / "dst", "--json")
-    told = json.loads(result.out)
-    assert (result.code, told["kind"], told["error"]) == (5, "disk", "DiskError")
-    assert os.strerror(code) in told["message"]
+    shown = json.loads(result.out)
+    assert (result.code, shown["kind"], shown["error"]) == (5, "disk", "DiskError")
+    assert os.strerror(code) in shown["message"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,9 +218,9 @@ def test_misspelt_words_are_answered_with_the_nearest(arguments, hint, run):
     text = run(*arguments)
     assert (text.code, text.out) == (2, "")
     assert re.search(rf"Did you mean {re.escape(hint)}\?|Did you mean '{re.escape(hint)}'\?", text.err), text.err
-    told = json.loads(run(*arguments, "--json").out)
-    assert (told["kind"], told["exit_code"]) == ("usage", 2)
-    assert "Did you mean" in told["message"]
+    shown = json.loads(run(*arguments, "--json").out)
+    assert (shown["kind"], shown["exit_code"]) == ("usage", 2)
+    assert "Did you mean" in shown["message"]
 
 
 def test_refusals_name_options_as_they_are_typed(model_dir, run, tmp_path):
@@ -311,9 +311,9 @@ def test_sizes(text, nbytes):
 
 
 def test_the_command_line_offers_what_the_library_takes(run):
-    told = run("convert", "--help").out
+    shown = run("convert", "--help").out
     for known in (PRECISIONS, LAYOUTS, SCALE_LAYOUTS, SCALE_RULES, PURPOSES, ON_NONFINITE):
-        assert "|".join(known) in told
+        assert "|".join(known) in shown
     assert shared_options.size_in_bytes("5GB") == ConvertOptions().max_shard_bytes
 
 

@@ -58,9 +58,9 @@ def test_the_peak_between_two_steps_is_seen():
 def test_results_tell_bytes_time_and_memory(model_dir, run, tmp_path):
     text = run("convert", model_dir, tmp_path / "one")
     assert re.search(r"^\d+\.\d kB in \d+\.\d s \(.*B/s\), peak memory \d", text.out, re.MULTILINE), text.out
-    told = json.loads(run("convert", model_dir, tmp_path / "two", "--json").out)
-    assert told["ok"] is True and told["seconds"] > 0
-    assert told["bytes"] == json.loads(run("inspect", tmp_path / "two", "--json").out)["bytes"]
+    reported = json.loads(run("convert", model_dir, tmp_path / "two", "--json").out)
+    assert reported["ok"] is True and reported["seconds"] > 0
+    assert reported["bytes"] == json.loads(run("inspect", tmp_path / "two", "--json").out)["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_parts_dry_runs_and_resume_through_the_command_line(model_dir, run, tmp_
     assert dry["dry_run"] is True and list(tmp_path.iterdir()) == []
     assert run("convert", model_dir, tmp_path / "one", *size, "--workers", "2", "--resume").code == 0
     for part in ("1/3", "3/3"):
-        told = json.loads(run("convert", model_dir, tmp_path / "dst", *size, "--part", part, "--json").out)
-        assert (told["ok"], told["part"]) == (True, part)
+        reported = json.loads(run("convert", model_dir, tmp_path / "dst", *size, "--part", part, "--json").out)
+        assert (reported["ok"], reported["part"]) == (True, part)
     early = run("finalize", model_dir, tmp_path / "dst")
     assert early.code != 0 and not (tmp_path / "dst").exists()
     assert "finalize" in run("convert", model_dir, tmp_path / "dst", *size, "--part", "2/3").out

@@ -209,10 +209,10 @@ def test_weight_copies_are_counted_before_a_machine_is_there(group, chip, precis
     assert line.held("stock") == line.memory["stock"], "the unpatched model has none"
     assert list(line.too_large()) == (["minimal"] if kernel > 10 else [])
     assert list(line.too_large("stock")) == (["minimal"] if stock > 10 else [])
-    told = line.to_dict()
-    assert told["memory"]["weight_copies"]["stock"]["total"] == stock * 2**30
-    assert told["memory"]["policies"]["minimal"]["fits"] is (kernel <= 10)
-    assert told["blocks"][0]["weight_copy_bytes"] == {
+    shown = line.to_dict()
+    assert shown["memory"]["weight_copies"]["stock"]["total"] == stock * 2**30
+    assert shown["memory"]["policies"]["minimal"]["fits"] is (kernel <= 10)
+    assert shown["blocks"][0]["weight_copy_bytes"] == {
         "kernel": kernel * 2**30 // blocks,
         "stock": stock * 2**30 // blocks,
     }
@@ -260,9 +260,9 @@ def test_the_numbers_can_be_checked_by_hand_from_the_assumptions(repo_root):
     """MXFP8 rounds the blocks up to an even number: 16 + 7 = 23 of Mixtral's become 24, 50 % more than the 16."""
     mxfp8, bf16 = (roofline([MIXTRAL], *where, Step(4096)).groups[0] for where in (("trn3", "mxfp8"), ("trn2", "bf16")))
     assert (mxfp8.padding_overhead_percent, bf16.padding_overhead_percent) == (50.0, 43.75)
-    told = " ".join(ASSUMPTIONS)
+    shown = " ".join(ASSUMPTIONS)
     for words in ("2 bytes per value, in MXFP8 too", "up to an even number", "3 P H", "6 N H I", "it may exceed both"):
-        assert words in told
+        assert words in shown
     page = " ".join((repo_root / "docs" / "neuron.md").read_text(encoding="utf-8").split())
     for words in ("2 bytes per value", "even number", "24 blocks", "best B"):
         assert words in page
@@ -282,8 +282,8 @@ def test_the_command_tells_the_least_time(run, mixtral_dir):
     assert "An ESTIMATE from published figures; nothing was measured" in text.out
     assert "2 x experts 4 x (512, 96)" in text.out and "All blocks with kernels, at least, per step: min" in text.out
     assert "fits into the 24.00 GiB of a logical core of trn2" in text.out
-    told = json.loads(run("estimate", mixtral_dir, *options, "--device", "trn3", "--precision", "mxfp8", "--json").out)
-    floor = told["roofline"]
+    shown = json.loads(run("estimate", mixtral_dir, *options, "--device", "trn3", "--precision", "mxfp8", "--json").out)
+    floor = shown["roofline"]
     assert (floor["device"], floor["tokens"], floor["block_size"]) == ("trn3", 2048, 512)
     assert "estimate" in floor["kind"] and "AWS Neuron documentation" in floor["source"] and floor["assumptions"]
     minimal, recompute = floor["blocks"]
@@ -301,20 +301,20 @@ def test_the_command_knows_frozen_blocks_long_calls_and_the_memory(run, mixtral_
     lora = run("estimate", mixtral_dir, "--length", 2048, "--lora-rank", 4, *options)
     assert lora.code == 0 and "blocks frozen (no gradients of their weights)" in lora.out
     assert "also make the gradients of frozen weights" in lora.out
-    told = json.loads(run("estimate", mixtral_dir, "--length", 2048, "--lora-rank", 4, *options, "--json").out)
-    assert told["roofline"]["blocks"][0]["flops"] == 12 * 4096 * 512 * 96
+    shown = json.loads(run("estimate", mixtral_dir, "--length", 2048, "--lora-rank", 4, *options, "--json").out)
+    assert shown["roofline"]["blocks"][0]["flops"] == 12 * 4096 * 512 * 96
     long = run("estimate", mixtral_dir, "--batch", 4096, "--length", 1024, *options)
     assert long.code == 0, long.err
     assert "at most 32,768 tokens per call, and a step has 4,194,304" in long.out
     assert "No kernel computes a block" in long.out and "Memory: more than the 24.00 GiB" in long.out
-    told = json.loads(run("estimate", mixtral_dir, "--batch", 4096, "--length", 1024, *options, "--json").out)
-    memory = told["roofline"]["memory"]
+    shown = json.loads(run("estimate", mixtral_dir, "--batch", 4096, "--length", 1024, *options, "--json").out)
+    memory = shown["roofline"]["memory"]
     assert memory["of_a_logical_core"] == 24 * 2**30
-    totals = {policy["name"]: policy["total"] for policy in told["policies"]}
+    totals = {policy["name"]: policy["total"] for policy in shown["policies"]}
     total = totals["minimal"]
     assert memory["policies"]["minimal"] == {
         "bytes": total,
         "with_copies": {"kernel": total, "stock": total},
         "fits": False,
     }, "no kernel, no copies"
-    assert math.isclose(sum(told["roofline"]["seconds"].values()), 0.0)
+    assert math.isclose(sum(shown["roofline"]["seconds"].values()), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from importlib import resources
@@ -40,12 +41,12 @@ def with_toy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("with_toy")
 def test_a_new_command_has_help_exit_codes_and_json(run):
     assert "count-words    Count the words of a text." in run("--help").out
-    told = run("count-words", "--help")
-    assert (told.code, told.err) == (0, "") and "TEXT" in told.out and "--tokens" in told.out
+    shown = run("count-words", "--help")
+    assert (shown.code, shown.err) == (0, "") and "TEXT" in shown.out and "--tokens" in shown.out
     assert run("count-words", "a b") == (0, "2 words\n", "")
     assert run("count-words", "a b", "--json") == (0, '{"ok": true, "words": 2}\n', "")
     refused = run("count-words", "a b c", "--tokens", 2)
-    message = "count_words: --tokens must be at least 3, got 2. Allow more."
+    message = "count-words: --tokens must be at least 3, got 2. Allow more."
     assert refused == (2, "", f"{message}\n"), "the name and the option as they are typed"
     as_json = json.loads(run("count-words", "a b c", "--tokens", 2, "--json").out)
     assert (as_json["kind"], as_json["exit_code"], as_json["message"]) == ("usage", 2, message)
@@ -57,3 +58,10 @@ def test_every_command_is_a_module_of_its_name():
     files = {path.name for path in resources.files("hf_neuron_moe.cli").iterdir()}
     assert {f"{command.replace('-', '_')}.py" for command in main.COMMANDS} <= files
     assert len(set(main.COMMANDS)) == len(main.COMMANDS)
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_the_list_of_commands_is_not_cut(command: str) -> None:
+    name = command.replace("-", "_")
+    summary = str(getattr(importlib.import_module(f"hf_neuron_moe.cli.{name}"), name).__doc__).splitlines()[0]
+    assert len(summary) <= 55 and summary.endswith(".")

@@ -188,9 +188,9 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
         changed = text.replace(old, new)
         # As somebody would write it who knows the format, and as chance would.
         knowing = json.dumps(sealed(json.loads(changed))) if new != "[" else changed
-        for content, told in ((knowing, message), (changed, f"{message}|checksum")):
+        for content, shown in ((knowing, message), (changed, f"{message}|checksum")):
             manifest.write_text(content)
-            with refused(kind, manifest, told):
+            with refused(kind, manifest, shown):
                 export_checkpoint(tmp_path / "dst", tmp_path / "back")
     manifest.write_text(text)
     shard_file = sorted((tmp_path / "dst").glob("neuron-*.safetensors"))[0]

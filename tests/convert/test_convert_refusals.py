@@ -127,7 +127,7 @@ def wrong_shape(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(97, 64, dtype=torch.bfloat16)}))
 
 
-def quantised_expert(folder: Path) -> None:
+def quantized_expert(folder: Path) -> None:
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(96, 64, dtype=torch.int8)}))
 
@@ -144,7 +144,7 @@ def unknown_model(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "no_such_model"}')
 
 
-def quantised_config(folder: Path) -> None:
+def quantized_config(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
 
@@ -195,11 +195,11 @@ SINGLE = [
         "model.safetensors: model.layers.0.block_sparse_moe.experts.0.w1.weight",
         "got [97, 64]",
     ),
-    (quantised_expert, ConversionError, "dtype of model.layers.0.mlp.experts.gate_up_proj", ""),
+    (quantized_expert, ConversionError, "dtype of model.layers.0.mlp.experts.gate_up_proj", ""),
     (no_config, ConversionError, "{source}", "got a folder without it"),
     (broken_config, SourceDamageError, "{source}/config.json", "got JSONDecodeError"),
     (unknown_model, ConversionError, "{source}/config.json: model_type", "no_such_model"),
-    (quantised_config, ConversionError, "{source}/config.json: quantization_config", ""),
+    (quantized_config, ConversionError, "{source}/config.json: quantization_config", ""),
     (other_sizes, ConversionError, "experts of model.layers.0.mlp.experts.gate_up_proj (.experts.*.w1.weight)", ""),
     (pickle_only, ConversionError, "{source}", "save_pretrained"),
     (empty_folder, ConversionError, "{source}", "got a folder without it"),

@@ -134,7 +134,7 @@ def test_mxfp8_holds_the_codes_and_scales_of_each_matrix(family, layout, checkpo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_mxfp8_comes_back_as_the_dequantised_values_and_only_when_asked(layout, checkpoint, tmp_path):
+def test_mxfp8_comes_back_as_the_dequantized_values_and_only_when_asked(layout, checkpoint, tmp_path):
     source = checkpoint("mixtral")
     convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", layout))
     with refused(ConversionError, tmp_path / "dst", "--allow-inexact"):
@@ -190,7 +190,7 @@ def test_rounded_values_are_counted_per_source_tensor(fused, checkpoint, tmp_pat
     save_file(tensors, path, {"format": "pt"})
     with pytest.warns(NeuronMoEWarning, match="3 of .* in 1 tensors"):
         assert convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel")).rounded == {name: 3}
-    # MXFP8 quantises everything; that it also passes through bf16 is counted and not worth a warning.
+    # MXFP8 quantizes everything; that it also passes through bf16 is counted and not worth a warning.
     assert convert_checkpoint(source, tmp_path / "mx", ConvertOptions("mxfp8", "kernel")).rounded == {name: 3}
 
 

@@ -142,8 +142,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_one_line_and_exit_code_3(kind, checkpoint, tmp_path, monkeypatch, capsys):
     source = checkpoint("mixtral", shard="100KB")
-    damage, told = DAMAGES[kind]
-    told = told.format(shard=re.escape(first_shard(source).name))
+    damage, shown = DAMAGES[kind]
+    shown = shown.format(shard=re.escape(first_shard(source).name))
     damage(source)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     capsys.readouterr()  # what saving the checkpoint printed
@@ -154,7 +154,7 @@ def test_damage_is_one_line_and_exit_code_3(kind, checkpoint, tmp_path, monkeypa
         assert caught.value.code == DAMAGE
         out, err = capsys.readouterr()
         message = json.loads(out)["message"] if extra else err
-        assert re.search(told, message), message
+        assert re.search(shown, message), message
         assert "Traceback" not in out + err
         assert extra or (out == "" and err.count("\n") == 1)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before

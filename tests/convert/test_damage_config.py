@@ -78,15 +78,15 @@ def test_what_is_no_json_object_is_damage(kind, command, checkpoint, tmp_path, m
 @pytest.mark.parametrize("kind", UNACCEPTABLE)
 def test_values_that_make_no_model_are_refused(kind, checkpoint, tmp_path, monkeypatch, capsys):
     source = checkpoint("mixtral")
-    values, field, told = UNACCEPTABLE[kind]
+    values, field, shown = UNACCEPTABLE[kind]
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     code, line = refusal(["convert", str(source), str(tmp_path / "dst")], monkeypatch, capsys)
     assert code == REFUSED and "frame #" not in line and "Exception raised" not in line
     if field:
-        assert f"config.json: {field} must be " in line and f", got {told}" in line
+        assert f"config.json: {field} must be " in line and f", got {shown}" in line
     else:
-        assert "config.json must be the configuration of a model, with values" in line and told in line
+        assert "config.json must be the configuration of a model, with values" in line and shown in line
     assert {path.name for path in tmp_path.iterdir()} == {source.name}
 
 

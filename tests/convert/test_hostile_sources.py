@@ -93,7 +93,7 @@ def test_a_repeated_name_is_found_in_linear_time(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("changes", "field", "told"),
+    ("changes", "field", "shown"),
     [
         ({"num_hidden_layers": 10**6}, "num_hidden_layers", "1000000"),
         ({"num_local_experts": 10**9}, "num_local_experts", "1000000000"),
@@ -101,14 +101,14 @@ def test_a_repeated_name_is_found_in_linear_time(checkpoint):
         ({"vision_config": {"depth": 10**7}}, "vision_config.depth", "10000000"),
     ],
 )
-def test_counts_are_compared_with_the_weights_before_a_model_is_built(changes, field, told, checkpoint):
+def test_counts_are_compared_with_the_weights_before_a_model_is_built(changes, field, shown, checkpoint):
     source = checkpoint("mixtral")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     start = time.process_time()
-    with refused(ConversionError, f"{path}: {field}", got=told):
+    with refused(ConversionError, f"{path}: {field}", got=shown):
         plan_conversion(source, ConvertOptions())
-    with refused(ConversionError, f"{path}: {field}", got=told, where="plan"), naming("plan"):
+    with refused(ConversionError, f"{path}: {field}", got=shown, where="plan"), naming("plan"):
         build_meta_model(source)
     assert time.process_time() - start < 1
 

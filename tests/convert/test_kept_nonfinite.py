@@ -1,4 +1,4 @@
-"""NaN and infinity that a conversion kept on request: counted by source tensor, told, and found again by ``verify``."""
+"""NaN and infinity that a conversion kept on request: counted by source tensor, reported, and found by ``verify``."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_kept_values_are_counted_once_and_found_by_verify(options, checkpoint, t
     assert read_manifest(tmp_path / "dst") == manifest
     assert f"6 NaN or infinite values in 3 tensors (first: {GATE})" in nonfinite_note(manifest)
     assert ("in MX" in nonfinite_note(manifest)) == options.quantized
-    told = " ".join(f.subject for f in verify_checkpoint(tmp_path / "dst").findings if f.check == "finite")
+    shown = " ".join(f.subject for f in verify_checkpoint(tmp_path / "dst").findings if f.check == "finite")
     weights = ("layers.1.mlp.experts.down_proj", "layers.0.mlp.experts.gate_up_proj", NORM)
-    assert all(weight in told for weight in weights), told
+    assert all(weight in shown for weight in weights), shown
     kept = verify_checkpoint(tmp_path / "dst", on_nonfinite="keep")
     assert kept.ok and all(weight in " ".join(kept.notes) for weight in weights)
 
@@ -60,8 +60,8 @@ def test_an_infinity_that_mxfp8_cannot_show_is_known_from_the_manifest(checkpoin
     spoil(source)
     convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", "kernel"), on_nonfinite="keep")
     messages = {f.subject: f.message for f in verify_checkpoint(tmp_path / "dst").findings}
-    told = messages["model.layers.1.mlp.experts.down_proj"]
-    assert told == "made of 2 NaN or infinite values, kept on request; 0 show"
+    shown = messages["model.layers.1.mlp.experts.down_proj"]
+    assert shown == "made of 2 NaN or infinite values, kept on request; 0 show"
 
 
 def test_parts_count_as_one_run_does(checkpoint, snapshot, tmp_path):

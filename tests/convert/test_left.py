@@ -53,9 +53,9 @@ def test_what_is_left_is_in_every_report(llama4, tmp_path):
     ]
     for arguments in reports:
         code, printed = command(*arguments, "--json")
-        told = json.loads(printed[printed.index("{") :])["left"]
-        assert code == 0 and list(told["modules"]) == EXPERTS and told["tensors"] == 4 and told["bytes"] == 2 * BYTES
-        assert told["modules"][EXPERTS[0]]["nbytes"] == BYTES and "use_experts_implementation" in str(told)
+        shown = json.loads(printed[printed.index("{") :])["left"]
+        assert code == 0 and list(shown["modules"]) == EXPERTS and shown["tensors"] == 4 and shown["bytes"] == 2 * BYTES
+        assert shown["modules"][EXPERTS[0]]["nbytes"] == BYTES and "use_experts_implementation" in str(shown)
         if dst.exists() and arguments[0] == "convert":
             command("export", dst, tmp_path / "back")
             for path in sorted(dst.iterdir()):

@@ -38,10 +38,10 @@ def test_a_damaged_result_is_named_and_can_be_replaced(start, checkpoint, snapsh
     (name,) = [name for name in right if name.startswith(start)]
     DAMAGES[start](target / name)
     wrong = snapshot(target)
-    told = rf"1 missing or altered files, such as {name}\. .*--force"
-    with refused(DestinationError, target, told, where="convert"):
+    shown = rf"1 missing or altered files, such as {name}\. .*--force"
+    with refused(DestinationError, target, shown, where="convert"):
         convert_checkpoint(source, target, OPTIONS, resume=True)
-    with refused(DestinationError, target, told, where="finalize"):
+    with refused(DestinationError, target, shown, where="finalize"):
         finalize_checkpoint(source, target)
     assert snapshot(target) == wrong
     convert_checkpoint(source, target, OPTIONS, resume=True, force=True)

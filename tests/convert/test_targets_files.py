@@ -90,13 +90,13 @@ def test_headers_and_manifest_agree_about_every_tensor(checkpoint, tmp_path):
     seen = 0
     for path in (tmp_path / "dst").glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            told = json.loads(file.metadata()["hf_neuron_moe.tensors"])
+            shown = json.loads(file.metadata()["hf_neuron_moe.tensors"])
             assert file.metadata()["hf_neuron_moe.format_version"] == "2"
-            assert told.keys() == set(file.keys())
+            assert shown.keys() == set(file.keys())
         for tensor in manifest.tensors:
             if tensor.file == path.name:
                 seen += 1
-                assert told[tensor.name] == {name: getattr(tensor, name) for name in next(iter(told.values()))}
+                assert shown[tensor.name] == {name: getattr(tensor, name) for name in next(iter(shown.values()))}
     assert seen == len(manifest.tensors)
     assert {tensor.orientation for tensor in manifest.tensors} == {"forward", "backward"}
     assert {tensor.scale_layout for tensor in manifest.tensors} == {None, "oversized"}

@@ -97,7 +97,7 @@ def test_ranks_and_padding_fit_the_mlp_kernels_and_add_up(tmp_path):
     gate, up, down = (stock[f"{role}_proj.weight"].double() for role in ("gate", "up", "down"))
     exact = (torch.nn.functional.silu(x[:, :96].double() @ gate.T) * (x[:, :96].double() @ up.T)) @ down.T
     assert not total[:, 96:].any()
-    # Three quantised operands in a row; a wrong place of one value in a few costs tens of decibels.
+    # Three quantized operands in a row; a wrong place of one value in a few costs tens of decibels.
     assert sqnr(total[:, :96], exact) > 22
 
 

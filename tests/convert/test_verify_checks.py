@@ -178,7 +178,7 @@ def test_damaged_tensors_are_named(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "check", "told"),
+    ("damage", "check", "shown"),
     [
         ("missing shard", "files", "missing"),
         ("stray shard", "files", "not part of the conversion"),
@@ -194,7 +194,7 @@ def test_damaged_tensors_are_named(checkpoint, tmp_path):
         ("header metadata", "coverage", "metadata hf_neuron_moe.layouts differs"),
     ],
 )
-def test_damage_is_told_by_its_kind(damage, check, told, checkpoint, tmp_path):
+def test_damage_is_told_by_its_kind(damage, check, shown, checkpoint, tmp_path):
     folder = tmp_path / "dst"
     convert_checkpoint(checkpoint("mixtral"), folder, ConvertOptions("bf16", "kernel", 100_000))
     shards = sorted(folder.glob("*.safetensors"))
@@ -243,7 +243,7 @@ def test_damage_is_told_by_its_kind(damage, check, told, checkpoint, tmp_path):
             manifest_path.write_text(json.dumps(sealed(manifest)))
     report = verify_checkpoint(folder)
     assert not report.ok
-    assert any(finding.check == check and told in finding.message for finding in report.findings), str(report)
+    assert any(finding.check == check and shown in finding.message for finding in report.findings), str(report)
 
 
 def test_nonfinite_values_fail_unless_they_were_to_be_kept(checkpoint, tmp_path):

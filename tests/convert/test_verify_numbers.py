@@ -103,9 +103,9 @@ def test_inspect_tells_contents_and_errors(checkpoint, tmp_path):
     report = inspect_checkpoint(tmp_path / "dst", source)
     manifest = read_manifest(tmp_path / "dst")
     assert [tensor.name for tensor in report.tensors] == [tensor.name for tensor in manifest.tensors]
-    told = report.to_dict()
-    assert told["bytes"] == sum(entry["bytes"] for entry in told["layouts"].values())
-    assert told["files"] == len({tensor.file for tensor in manifest.tensors}) > 3
+    shown = report.to_dict()
+    assert shown["bytes"] == sum(entry["bytes"] for entry in shown["layouts"].values())
+    assert shown["files"] == len({tensor.file for tensor in manifest.tensors}) > 3
     compared = {tensor.name: tensor.sqnr for tensor in report.tensors if tensor.sqnr is not None}
     assert compared.keys() == {t.name for t in manifest.tensors if t.layout == "mxfp8_swizzled_codes"}
     assert all(29 < value < 34 for value in compared.values()), "Gaussian weights in e4m3 have about 31.5 dB"
@@ -120,14 +120,14 @@ def test_inspect_gives_the_error_of_the_worst_expert(checkpoint, tmp_path):
     source = checkpoint("mixtral", torch.float32)
     with pytest.warns(NeuronMoEWarning):
         convert_checkpoint(source, tmp_path / "bf16", ConvertOptions("bf16", "kernel"))
-    told = {t.name: t.sqnr for t in inspect_checkpoint(tmp_path / "bf16", source).tensors if t.layout != SOURCE}
+    shown = {t.name: t.sqnr for t in inspect_checkpoint(tmp_path / "bf16", source).tensors if t.layout != SOURCE}
     from safetensors.torch import load_file
 
     tensors = load_file(source / "model.safetensors")
     prefix = "model.layers.0.block_sparse_moe.experts."
     experts = [tensors[f"{prefix}{expert}.w2.weight"] for expert in range(12)]
     worst = min(sqnr_db(matrix, matrix.bfloat16()) for matrix in experts)
-    assert told["model.layers.0.mlp.experts.down_proj"] == pytest.approx(worst, abs=1e-9)
+    assert shown["model.layers.0.mlp.experts.down_proj"] == pytest.approx(worst, abs=1e-9)
 
 
 def test_inspect_of_an_ordinary_checkpoint(checkpoint):

@@ -107,7 +107,7 @@ def test_all_bf16_values_in_shared_blocks(fmt: str, K: int, scheme: str, rule: s
 
 @given(K=LEGAL_K, F=st.integers(1, 4), scheme=st.sampled_from(SCHEMES), fmt=st.sampled_from(list(ELEMENT_FORMATS)))
 def test_the_whole_chain_of_layouts_is_undone(K: int, F: int, scheme: str, fmt: str) -> None:
-    """Quantise, swizzle, pack words, expand scales, and all of it backward: the fake-quantised values."""
+    """Quantize, swizzle, pack words, expand scales, and all of it backward: the fake-quantized values."""
     weight = torch.randn(F, K, generator=torch.Generator().manual_seed(K + F)).to(torch.bfloat16)
     quantized = quantize_mx(weight, fmt=fmt, scheme=scheme)
     codes = unpack_x4(pack_x4(quantized.codes, fmt), fmt)
@@ -116,7 +116,7 @@ def test_the_whole_chain_of_layouts_is_undone(K: int, F: int, scheme: str, fmt: 
         scales = to_compact(expand(quantized.scales), K)
         assert torch.equal(unswizzle(dequantize_mx(codes, scales, fmt=fmt), scheme), expected)
     assert torch.equal(swizzle(unswizzle(quantized.codes, scheme), scheme), quantized.codes)
-    # Values on the grid keep their codes: quantising again changes nothing. (Only FLOOR picks the same scale again.)
+    # Values on the grid keep their codes: quantizing again changes nothing. (Only FLOOR picks the same scale again.)
     once = fake_quantize_mx(weight, fmt=fmt, rule="floor", scheme=scheme)
     assert torch.equal(fake_quantize_mx(once, fmt=fmt, rule="floor", scheme=scheme), once)
 

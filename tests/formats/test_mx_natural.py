@@ -19,7 +19,7 @@ from tests.refusals import refused
     scheme=st.sampled_from([scheme.value for scheme in SwizzleScheme]),
     seed=st.integers(0, 99),
 )
-def test_it_inverts_quantisation_as_the_swizzled_form_does(
+def test_it_inverts_quantization_as_the_swizzled_form_does(
     rows: int, blocks: int, fmt: str, scheme: str, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

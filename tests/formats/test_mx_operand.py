@@ -1,4 +1,4 @@
-"""Operands quantised piece by piece equal those quantised through fp32, whatever a piece holds and however it lies."""
+"""Operands quantized piece by piece equal those quantized through fp32, whatever a piece holds and however it lies."""
 
 from __future__ import annotations
 

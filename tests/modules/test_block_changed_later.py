@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import DTypeError, NeuronMoEWarning, ShapeError, UnsupportedModelError
 from tests.refusals import refused
-from tests.tiny_models import HOMES, tiny_model, tokens
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
 
 HIDDEN = 32
 
@@ -50,7 +50,7 @@ def test_another_activation_is_used_by_a_dense_block(change) -> None:  # type: i
 
 
 @pytest.mark.parametrize("change", [with_gelu, with_own_forward])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_another_activation_is_refused_where_there_is_no_other_way(change, home: str) -> None:  # type: ignore[no-untyped-def]
     x = torch.randn(3, HIDDEN)
     block = experts_block(home)
@@ -83,7 +83,7 @@ def test_empty_batches(activations: str, precision: str, shape: tuple[int, ...])
     assert all(p.grad is not None and not p.grad.any() for p in block.parameters())
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("make", [dense_block, experts_block])
 def test_hidden_states_that_are_none_are_refused_by_the_blocks_name(
     make: Callable[[str], nn.Module], home: str
@@ -96,7 +96,7 @@ def test_hidden_states_that_are_none_are_refused_by_the_blocks_name(
         block(torch.tensor(1.0), *routing)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("make", [dense_block, experts_block])
 @pytest.mark.parametrize("recorded", [True, False])
 def test_inputs_that_do_not_fit_the_weights_are_blamed_under_the_blocks_name(
@@ -128,7 +128,7 @@ def replica(module: nn.Module, weights: dict[int, Tensor]) -> nn.Module:
     return copied
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("precision", ["fp32", "mxfp8"])
 def test_data_parallel_replicas_compute_the_same(home: str, precision: str) -> None:
     block, x = dense_block(home, precision=precision), torch.randn(5, HIDDEN)
@@ -155,7 +155,7 @@ def test_distributed_checkpoint_state_dicts(family: str, home: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_patching_in_the_middle_of_something(family: str, home: str) -> None:
     """A default device or inference mode around the call changes neither the probe nor the parameters."""
     ids = tokens()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
-from tests.tiny_models import FAMILIES, HOMES, tiny_model, tokens
+from tests.tiny_models import FAMILIES, WEIGHT_LAYOUTS, tiny_model, tokens
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -42,7 +42,7 @@ def run(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return logits.detach(), embedded.grad, gradients
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_and_all_gradients_equal_stock(family: str, home: str) -> None:
     stock = tiny_model(family)
@@ -59,7 +59,7 @@ def test_forward_and_all_gradients_equal_stock(family: str, home: str) -> None:
         assert_close(gradients[name], gradient, name)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_both_homes_give_the_same_numbers(family: str, home: str) -> None:
     stock = tiny_model(family)
@@ -77,7 +77,7 @@ def test_both_homes_give_the_same_numbers(family: str, home: str) -> None:
             assert_close(results[1][2][name], gradient, name)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_frozen_weights_get_no_gradient_and_pass_it_on(family: str, home: str) -> None:
     model = tiny_model(family)
@@ -92,7 +92,7 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on(family: str, home: str) -
     assert embedded.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_ids_of_other_ranks_add_nothing(home: str) -> None:
     model = tiny_model("mixtral")
     stock = copy.deepcopy(model.model.layers[0].mlp.experts)
@@ -108,7 +108,7 @@ def test_ids_of_other_ranks_add_nothing(home: str) -> None:
     assert torch.equal(experts(hidden_TH, index_TK, weights_TK)[2], torch.zeros(32))
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_transposed_experts_keep_their_parameters(home: str) -> None:
     from transformers import AriaTextConfig
     from transformers.models.aria.modeling_aria import AriaExperts

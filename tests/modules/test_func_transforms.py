@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import GradientError
 from tests.refusals import refused
-from tests.tiny_models import HOMES, tiny_model
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model
 
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "grad": lambda loss, params: grad(loss)(params),
@@ -24,7 +24,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("training", [True, False])
 def test_transforms_of_experts_are_refused(transform: str, home: str, training: bool) -> None:
     model = tiny_model("mixtral").train(training)

@@ -109,7 +109,7 @@ def test_adapters_are_stacked_switched_off_and_merged() -> None:
     with_values(wrapped, seed=6)
     stock = copy.deepcopy(wrapped)  # peft's own layers, called one by one
     for layer in stock.get_base_model().model.layers:
-        layer.mlp._why_not_fused = lambda: "asked for"
+        layer.mlp._unsupported_reason_fused = lambda: "asked for"
         layer.mlp.neuron_warned = True
     for active in ("default", "other", ["default", "other"]):
         for model in (wrapped, stock):

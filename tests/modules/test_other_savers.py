@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file, save_model
 
 from hf_neuron_moe import patch_model
-from tests.tiny_models import HOMES, tiny_model
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_every_tensor_is_saved_and_read_back(family: str, home: str, tmp_path: Path) -> None:
     stock = tiny_model(family)
@@ -31,7 +31,7 @@ def test_every_tensor_is_saved_and_read_back(family: str, home: str, tmp_path: P
         assert all(torch.equal(saved[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_accelerate_state_round_trip(home: str, tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     patch_model(model, {"weights": home})

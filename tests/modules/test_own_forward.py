@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from hf_neuron_moe import patch_model, set_activations, unpatch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from tests.refusals import refused
-from tests.tiny_models import HOMES, tiny_model, tokens
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
 
 STOCK = {"llama": LlamaMLP, "mixtral": MixtralExperts}
 
@@ -39,7 +39,7 @@ def as_liger_does(block: nn.Module, forward: Callable[..., Any]) -> None:
     block.__dict__["forward"] = forward.__get__(block, type(block))
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", STOCK)
 @pytest.mark.parametrize(
     "put", [as_liger_does, lambda block, forward: setattr(block, "forward", MethodType(forward, block))]

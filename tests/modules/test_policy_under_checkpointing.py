@@ -14,7 +14,7 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import GradientError
 from hf_neuron_moe.modules import ops
 from tests.refusals import refused
-from tests.tiny_models import HOMES, tiny_model, tokens
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
 
 POLICIES = ("full", "minimal", "fp8", "recompute", "up")
 
@@ -38,7 +38,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(actual[name], value), name
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])
 def test_models_learn_the_same_whatever_is_kept(family: str, precision: str, home: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model
-from tests.tiny_models import FAMILIES, HOMES, tiny_model
+from tests.tiny_models import FAMILIES, WEIGHT_LAYOUTS, tiny_model
 
 BOUND = {
     # Operands carry a relative rounding error of up to 2^-9 each; three products deep this stays below 2^-6.
@@ -45,7 +45,7 @@ def gradients(block: nn.Module, inputs: tuple[Tensor, ...], dout: Tensor) -> dic
     return result | {name: value.clone() for name, value in block.state_dict().items()}
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("precision", BOUND)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_are_within_the_bound(family: str, precision: str, home: str) -> None:

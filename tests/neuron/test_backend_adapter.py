@@ -53,9 +53,9 @@ def nkilib(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 def test_a_function_that_is_missing_or_hides_its_arguments_is_not_called(nkilib: Callable[[Any], None]) -> None:
     nkilib(None)
-    assert Adapter().why_not("moe_backward") == "the installed nkilib has no blockwise_mm_bwd"
+    assert Adapter().unsupported_reason("moe_backward") == "the installed nkilib has no blockwise_mm_bwd"
     nkilib(lambda *arguments, **options: None)
-    assert "cannot be read" in str(Adapter().why_not("moe_backward"))
+    assert "cannot be read" in str(Adapter().unsupported_reason("moe_backward"))
 
 
 def test_signatures_are_seen_through_jit_objects() -> None:

@@ -148,12 +148,12 @@ def test_a_forward_that_keeps_something_else_is_refused(machine: Machine) -> Non
     machine()
     kernels, (x, _), operands = neuron(), rows(), experts(transposed=False)
     real = kernels._experts.launch
-    for change, told in (
+    for change, shown in (
         (lambda found: found[:1], "got the output alone"),
         (lambda found: (found[0], found[1].mT.contiguous()), "behind the output, got"),
     ):
         kernels._experts = replace(kernels._experts, launch=lambda *a, change=change, **k: change(real(*a, **k)))
-        with refused(BackendUnavailableError, "the experts' forward kernel", told):
+        with refused(BackendUnavailableError, "the experts' forward kernel", shown):
             kernels.experts_forward(x, *operands, False, "mxfp8", 2 * B, "minimal")
         y = kernels.experts_forward(x, *operands, False, "mxfp8", 2 * B, "recompute")[0]
         assert torch.equal(y, flat(get_backend("torch")).experts_forward(x, *operands, False, "mxfp8", 2 * B, "")[0])

@@ -13,7 +13,7 @@ from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.neuron.adapter import Match
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
-from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, why_not
+from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, unsupported_reason
 from hf_neuron_moe.backends.neuron.orientation import pad_axes
 from hf_neuron_moe.backends.neuron.static_plan import block_count, route, routing_gradient
 from hf_neuron_moe.backends.spec import Routing
@@ -36,7 +36,7 @@ class Installed:
         wanted = self.generations.get(need, known[0].name)
         return Match(function, next(found for found in known if found.name == wanted), self.parameters)
 
-    def why_not(self, *needs: str) -> str | None:
+    def unsupported_reason(self, *needs: str) -> str | None:
         return "it is not there" if self.missing in needs else None
 
 
@@ -139,7 +139,7 @@ def test_sizes_are_padded_to_what_the_kernels_take() -> None:
     ],
 )
 def test_every_limit_has_its_reason(block: Block, device: Device, installed: Installed, reason: str | None) -> None:
-    found = why_not(block, device, installed)  # type: ignore[arg-type]
+    found = unsupported_reason(block, device, installed)  # type: ignore[arg-type]
     assert found is None if reason is None else reason in str(found)
 
 

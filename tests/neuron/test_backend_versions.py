@@ -162,7 +162,7 @@ def test_lnc_is_looked_for_in_order(install: Any, monkeypatch: pytest.MonkeyPatc
     assert found.contradiction == "but NEURON_CC_FLAGS says 1: make them agree"
     install(**working_stack())
     assert versions.logical_cores().source == "torch_neuronx" and versions.lnc() == 1
-    assert versions.logical_cores().told == "torch_neuronx; but NEURON_LOGICAL_NC_CONFIG says 2: make them agree"
+    assert versions.logical_cores().described == "torch_neuronx; but NEURON_LOGICAL_NC_CONFIG says 2: make them agree"
     monkeypatch.setenv(versions.LNC_OVERRIDE, "2")
     assert versions.logical_cores().source == versions.LNC_OVERRIDE and versions.lnc() == 2
     monkeypatch.setenv(versions.LNC_OVERRIDE, "4")
@@ -192,7 +192,7 @@ def test_the_runtime_may_name_the_platform_either_way(install: Any, answer: str,
 
 
 @pytest.mark.parametrize(
-    ("plugin", "torch", "told"),
+    ("plugin", "torch", "shown"),
     [
         ("2.13.3", "2.13.0+cpu", None),
         ("2.14.3", "2.14.1", None),
@@ -201,11 +201,11 @@ def test_the_runtime_may_name_the_platform_either_way(install: Any, answer: str,
     ],
 )
 def test_a_plugin_of_another_torch_is_told(
-    install: Any, monkeypatch: pytest.MonkeyPatch, plugin: str, torch: str, told: str | None
+    install: Any, monkeypatch: pytest.MonkeyPatch, plugin: str, torch: str, shown: str | None
 ) -> None:
     install(**working_stack() | {"torch_neuronx": module("torch_neuronx", nki_op=object, __version__=plugin)})
     monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: torch)
-    assert versions.pairing() == (told and f"{told}: install a matching pair")
+    assert versions.pairing() == (shown and f"{shown}: install a matching pair")
     assert versions.why_unavailable() is None
     package = next(found for found in inspect_installation().packages if found.module == "torch_neuronx")
     assert (package.state, package.note) == ("ok", versions.pairing() or "")

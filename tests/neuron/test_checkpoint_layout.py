@@ -47,15 +47,15 @@ def test_the_record_may_have_any_form(form: str, machine: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "shown"),
     [
         ({"layout": "TILED"}, "gate_up_proj_act_layout defaults to <CheckpointLayout.TILED"),
         ({"layout": "DIRECT", "config_pair": True}, "gate_up_proj_act_layout, gate_up_proj_act_td contradict"),
     ],
 )
-def test_an_unknown_order_is_refused(options: dict[str, Any], told: str, machine: Start) -> None:
+def test_an_unknown_order_is_refused(options: dict[str, Any], shown: str, machine: Start) -> None:
     machine(**options)
-    with refused(NothingToPatchError, "model", told):
+    with refused(NothingToPatchError, "model", shown):
         patch_model(EXPERTS_MX.model(), {**EXPERTS_MX.options, "backend": "neuron"})
 
 
@@ -80,7 +80,7 @@ class Anything:
 
 
 @pytest.mark.parametrize(
-    ("defaults", "config", "order", "told"),
+    ("defaults", "config", "order", "shown"),
     [
         ({}, None, "TRANSPOSED", None),
         ({"gate_up_proj_act_layout": Layout.DIRECT}, None, "DIRECT", None),
@@ -94,12 +94,12 @@ class Anything:
         ({"checkpoint_config": Required}, None, None, "gate_up_layout defaults to"),
     ],
 )  # fmt: skip
-def test_where_an_order_may_stand(defaults: Any, config: Any, order: str | None, told: str | None) -> None:
+def test_where_an_order_may_stand(defaults: Any, config: Any, order: str | None, shown: str | None) -> None:
     found, reason = gate_up_layout(defaults, config)
-    if told is None:
+    if shown is None:
         assert (found, reason) == (order, None)
     else:
-        assert told in str(reason)
+        assert shown in str(reason)
 
 
 def test_fields_and_their_defaults() -> None:

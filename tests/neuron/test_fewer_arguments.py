@@ -115,7 +115,7 @@ def test_a_new_argument_without_a_default_is_named(machine: Start, monkeypatch: 
     for need, function in (("moe_backward", "blockwise_mm_bwd"), ("mlp_forward", "mlp_forward_mxfp8_nki")):
         with monkeypatch.context() as patch:
             installed(patch, function, with_mesh)
-            assert "needs mesh" in str(backend_module("adapter").Adapter().why_not(need))
+            assert "needs mesh" in str(backend_module("adapter").Adapter().unsupported_reason(need))
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_an_option_that_is_left_alone_has_its_documented_default(
         return stub
 
     installed(monkeypatch, function, change)
-    assert f"{argument} defaults to" in str(backend_module("adapter").Adapter().why_not(need))
+    assert f"{argument} defaults to" in str(backend_module("adapter").Adapter().unsupported_reason(need))
 
 
 def test_a_missing_enum_member_or_record_field_is_named(machine: Start, monkeypatch: Any) -> None:
     machine(config_pair=True)
     adapter = backend_module("adapter")
-    for need, name, changed, told in (
+    for need, name, changed, shown in (
         ("moe_forward", "ShardOnIConfig", SimpleNamespace, "ShardOnIConfig has no checkpoint_activation"),
         ("moe_backward_mxfp8", "ShardOption", Enum("ShardOption", ["AUTO"]), "ShardOption has no SHARD_ON_FREE"),
         ("moe_backward_mxfp8", "BackwardSkipMode", None, "SkipMode not found"),
@@ -160,7 +160,7 @@ def test_a_missing_enum_member_or_record_field_is_named(machine: Start, monkeypa
             changed = type(name, (), {"__init__": lambda self, num_static_block=None: None})
         with monkeypatch.context() as patch:
             installed(patch, name, lambda _, changed=changed: changed)
-            assert told in str(adapter.Adapter().why_not(need)), told
+            assert shown in str(adapter.Adapter().unsupported_reason(need)), shown
 
 
 def test_the_backward_before_2_31_is_told_by_its_enum_and_its_arguments(machine: Start, monkeypatch: Any) -> None:
@@ -175,7 +175,7 @@ def test_the_backward_before_2_31_is_told_by_its_enum_and_its_arguments(machine:
         return stub
 
     installed(monkeypatch, "blockwise_mm_bwd", newer)  # its enum is still 2.29's
-    reason = str(backend_module("adapter").Adapter().why_not("moe_backward"))
+    reason = str(backend_module("adapter").Adapter().unsupported_reason("moe_backward"))
     assert "ShardOption has no SHARD_ON_FREE" in reason and "not 2.29's: has accumulation_dtype" in reason
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import BackendUnavailableError, NeuronMoEError
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
-from hf_neuron_moe.modules.quantized_ops import frozen_network
+from hf_neuron_moe.modules.quantized_ops import quantized_network
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 
@@ -39,7 +39,7 @@ def stack_of(folder: Path, family: str, sizes: dict[str, int], **options: Any) -
 
 def forward(stack: Any, x: Tensor, index: Tensor | None, weights: Tensor | None, backend: str) -> Tensor:
     with torch.no_grad():
-        return frozen_network(x, index, weights, stack, backend=backend)
+        return quantized_network(x, index, weights, stack, backend=backend)
 
 
 @pytest.mark.parametrize("release", [pytest.param((2, 30), marks=pytest.mark.slow), (2, 33)])
@@ -112,12 +112,12 @@ def test_training_through_frozen_weights_is_computed_or_refused(family: str, tmp
     x = (torch.randn(20, stack.hidden) * 0.3).bfloat16().requires_grad_()
     weights, index = torch.rand(20, 2).softmax(-1).topk(1, -1)
     routing = (index, weights) if experts else (None, None)
-    frozen_network(x, *routing, stack, backend="torch").float().square().mean().backward()
+    quantized_network(x, *routing, stack, backend="torch").float().square().mean().backward()
     assert x.grad is not None
     expected, x.grad = x.grad, None
     double = machine().double
     try:
-        frozen_network(x, *routing, stack, backend="neuron").float().square().mean().backward()
+        quantized_network(x, *routing, stack, backend="neuron").float().square().mean().backward()
     except NeuronMoEError as refusal:
         assert "gradient" in str(refusal) and not double.launches
         return

@@ -93,7 +93,7 @@ def test_operators_are_registered_through_nki_op_and_again_without_it(
     assert getattr(quantized_ops, NAMES[0]) is not now and len(double.operators) == registered
     stack = stacks["llama"]
     x_TH = (torch.randn(20, stack.hidden) * 0.3).bfloat16().requires_grad_()
-    quantized_ops.frozen_network(x_TH, None, None, stack, backend="torch").sum().backward()
+    quantized_ops.quantized_network(x_TH, None, None, stack, backend="torch").sum().backward()
     assert x_TH.grad is not None and x_TH.grad.isfinite().all()
 
 
@@ -133,7 +133,7 @@ def test_a_compiled_network_is_one_graph_per_shape(family: str, machine: Start, 
     operator_of("frozen_fwd")
 
     def network(x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
-        return quantized_ops.frozen_network(x_TH, index_TK, weight_TK, stack, backend="neuron")
+        return quantized_ops.quantized_network(x_TH, index_TK, weight_TK, stack, backend="neuron")
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(network, backend=counter, fullgraph=True, dynamic=False)

@@ -110,7 +110,7 @@ def short(machine: Start) -> Callable[..., Any]:
     return start
 
 
-def told(run: Callable[[], Any]) -> list[str]:
+def shown(run: Callable[[], Any]) -> list[str]:
     """This package's warnings of long calls."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -124,10 +124,10 @@ def test_a_model_warns_once(case: Case, short: Any, monkeypatch: pytest.MonkeyPa
     one, other = (patched(case, "neuron", layers=2, fallback="torch")[0] for _ in range(2))
     twin = copy.deepcopy(other)
     long, brief = tokens(2, 20), tokens(2, 10)
-    assert told(lambda: one(input_ids=brief)) == []
-    first = told(lambda: [one(input_ids=long) for _ in range(3)])
+    assert shown(lambda: one(input_ids=brief)) == []
+    first = shown(lambda: [one(input_ids=long) for _ in range(3)])
     assert len(first) == 1 and "more than 32 tokens" in first[0] and blocks_of(one)[0].neuron_name in first[0]
-    assert len(told(lambda: other(input_ids=long))) == len(told(lambda: twin(input_ids=long))) == 1
+    assert len(shown(lambda: other(input_ids=long))) == len(shown(lambda: twin(input_ids=long))) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*more than 32 tokens")
@@ -154,7 +154,7 @@ def test_registered_experts_choose_per_call(short: Any, monkeypatch: pytest.Monk
         register_experts_implementation({**EXPERTS.options, "backend": "neuron", "fallback": "torch"}, "long_torch")
         register_experts_implementation({**EXPERTS.options, "backend": "neuron"}, "long_refused")
         model.set_experts_implementation("long_torch")
-        (message,) = told(lambda: [model(input_ids=tokens(2, 20)) for _ in range(2)])
+        (message,) = shown(lambda: [model(input_ids=tokens(2, 20)) for _ in range(2)])
         assert "at most 32 tokens per call" in message and not double.launches
         model(input_ids=tokens(2, 10))
         assert len(double.launches) == 1
@@ -189,11 +189,11 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
     with refused(ShapeError, "the number of tokens (batch size times length)", got="40"):
         forward(40)
     block.neuron_config = replace(block.neuron_config, fallback="torch")
-    (message,) = told(lambda: [forward(40) for _ in range(2)])
+    (message,) = shown(lambda: [forward(40) for _ in range(2)])
     assert "QuantizedExperts" in message and "at most 32 tokens per call" in message
     assert torch.equal(forward(40), expected) and len(double.launches) == 1
     block, used = second, block
     block.neuron_config = used.neuron_config
-    assert told(lambda: forward(40)) == [], "once per model"
+    assert shown(lambda: forward(40)) == [], "once per model"
     forward(32)
     assert len(double.launches) == 2

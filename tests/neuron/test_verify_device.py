@@ -44,10 +44,12 @@ def test_the_kernels_pass_block_by_block(name: str, machine: Start) -> None:
     double = machine(target=case.target).double
     model = case.model(layers=2)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    told: list[str] = []
-    report = verify_device(model, tokens=48, block_size=case.block_size, progress=lambda block: told.append(block.name))
+    shown: list[str] = []
+    report = verify_device(
+        model, tokens=48, block_size=case.block_size, progress=lambda block: shown.append(block.name)
+    )
     assert report.ok and report.precision == case.precision and report.target == case.target
-    assert told == [block.name for block in report.blocks] and len(told) == 2
+    assert shown == [block.name for block in report.blocks] and len(shown) == 2
     assert len(double.launches) >= 4, "forward and backward of two blocks"
     for block in report.blocks:
         assert {tensor.name for tensor in block.tensors} == {
@@ -104,10 +106,10 @@ def test_a_wrong_kernel_fails_the_command(
     machine(target=DENSE.target)
     spoil(monkeypatch, lambda y: y * 2)
     code, out, _ = run_command(monkeypatch, capsys, tmp_path, "--tokens", 32, "--json")
-    told = json.loads(out)
-    assert code == 6 and told["ok"] is False
-    assert told["verdicts"] == {"fail": 2, "equal": 0, "pass": 0, "close": 0, "not run": 0, "error": 0}
-    worst = {tensor["name"]: tensor["verdict"] for tensor in told["blocks"][0]["tensors"]}
+    shown = json.loads(out)
+    assert code == 6 and shown["ok"] is False
+    assert shown["verdicts"] == {"fail": 2, "equal": 0, "pass": 0, "close": 0, "not run": 0, "error": 0}
+    worst = {tensor["name"]: tensor["verdict"] for tensor in shown["blocks"][0]["tensors"]}
     assert worst["output"] == "fail" and worst["grad down_proj"] != "fail", "the forward alone is wrong"
 
 

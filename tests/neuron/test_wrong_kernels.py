@@ -162,12 +162,12 @@ def test_close_is_not_fine(
     assert "compute what PyTorch does, up to rounding" not in out
     assert "First: model.layers.0.mlp.experts: output" in out and "Next: " in out
     found, out, _ = run_command(monkeypatch, capsys, *options, "--json")
-    told = json.loads(out)
-    assert found == code and told["ok"] is False
-    assert told["verdict"] == ("close" if code == 7 else "fail")
-    assert told["first_off"]["name"] == "model.layers.0.mlp.experts" and told["advice"]
-    assert told["bounds"]["bf16"]["good_db"] == BOUNDS["bf16"].good_db
-    assert ("NOT CONFIRMED" in told["meaning"]) == (code == 7)
+    shown = json.loads(out)
+    assert found == code and shown["ok"] is False
+    assert shown["verdict"] == ("close" if code == 7 else "fail")
+    assert shown["first_off"]["name"] == "model.layers.0.mlp.experts" and shown["advice"]
+    assert shown["bounds"]["bf16"]["good_db"] == BOUNDS["bf16"].good_db
+    assert ("NOT CONFIRMED" in shown["meaning"]) == (code == 7)
 
 
 def report_of(*verdicts: str) -> DeviceReport:

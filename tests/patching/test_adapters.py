@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, NothingToPatchError, UnsupportedModelError
 from tests.refusals import refused
-from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
+from tests.tiny_models import WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
 def lora(model: nn.Module, **options: object) -> nn.Module:
@@ -48,7 +48,7 @@ def assert_same_training(actual: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=2e-6 * value.abs().max().item())
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_adapters_on_attention_only(family: str, when: str, home: str) -> None:
@@ -142,7 +142,7 @@ def test_patching_a_model_whose_mlp_has_adapters_is_refused() -> None:
     assert_same_snapshot(snapshot(wrapped), before)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_adapters_on_expert_parameters(when: str, home: str) -> None:
     stock = tiny_model("mixtral")

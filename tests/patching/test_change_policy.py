@@ -12,7 +12,7 @@ from hf_neuron_moe import patch_model, set_activations, unpatch_model
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
 from tests.refusals import refused
-from tests.tiny_models import HOMES, tiny_model, tokens
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -22,7 +22,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_only_what_is_kept_changes(home: str) -> None:
     model = tiny_model("qwen2_moe")
     first = patch_model(model, {"weights": home})

@@ -18,7 +18,7 @@ from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.patching import checkpoint_names
 from hf_neuron_moe.training import disable_moe_resume, enable_moe_resume
 from tests.refusals import refused
-from tests.tiny_models import FAMILIES, HOMES, MOE, tiny_config, tiny_model, tokens
+from tests.tiny_models import FAMILIES, MOE, WEIGHT_LAYOUTS, tiny_config, tiny_model, tokens
 
 
 def saved(family: str, folder: Path, **options: object) -> nn.Module:
@@ -46,7 +46,7 @@ def assert_equal_weights(actual: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(mine[name], value), name
 
 
-@pytest.mark.parametrize("home", [*HOMES, None])
+@pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_file_loads_strictly(family: str, home: str | None, tmp_path: Path) -> None:
     source = saved(family, tmp_path)
@@ -69,7 +69,7 @@ def test_stock_transformers_leaves_the_experts_as_they_are(tmp_path: Path) -> No
     assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj, before)
 
 
-@pytest.mark.parametrize("home", [*HOMES, None])
+@pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("order", range(3))
 def test_shards_that_split_one_layers_experts(family: str, home: str | None, order: int, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_shards_that_split_one_layers_experts(family: str, home: str | None, ord
     assert_equal_weights(model, source)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_load_sharded_checkpoint_of_transformers(home: str, tmp_path: Path) -> None:
     source = saved("mixtral", tmp_path, max_shard_size="60KB")
     model = other("mixtral", home)
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_some_experts_names_them(tmp_path: Path) -> None:
     assert torch.equal(experts.gate_up_proj[3], expected.gate_up_proj[3])
 
 
-@pytest.mark.parametrize("home", [*HOMES, None])
+@pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
 def test_pieces_of_another_dtype_leave_the_other_pieces_as_they_are(home: str | None, tmp_path: Path) -> None:
     saved("mixtral", tmp_path)
     on_disk = {name: value.bfloat16() for name, value in load_file(tmp_path / "model.safetensors").items()}
@@ -141,7 +141,7 @@ def test_wrong_shapes_and_strays_are_named(tmp_path: Path) -> None:
     assert 'Unexpected key(s) in state_dict: "model.layers.0.block_sparse_moe.experts.9.w2.weight"' in message
 
 
-@pytest.mark.parametrize("home", [*HOMES, None])
+@pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
 def test_a_model_from_disk_and_one_in_a_wrapper(home: str | None, tmp_path: Path) -> None:
     source = saved("qwen3_moe", tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -158,7 +158,7 @@ def test_a_model_from_disk_and_one_in_a_wrapper(home: str | None, tmp_path: Path
     assert_equal_weights(loaded, source)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_meta_models_are_filled_from_a_checkpoint_file(home: str, tmp_path: Path) -> None:
     source = saved("mixtral", tmp_path)
     model = other("mixtral", home).to("meta")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, initialization a
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from hf_neuron_moe import patch_model, unpatch_model
-from tests.tiny_models import FAMILIES, HOMES, assert_same_snapshot, snapshot, tiny_config, tiny_model, tokens
+from tests.tiny_models import FAMILIES, WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_config, tiny_model, tokens
 
 
 def on_meta(family: str) -> Any:
@@ -31,7 +31,7 @@ def initialized(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_init_weights_gives_blocks_what_stock_ones_get(family: str, home: str) -> None:
     model = on_meta(family)
@@ -44,7 +44,7 @@ def test_init_weights_gives_blocks_what_stock_ones_get(family: str, home: str) -
     assert model(tokens()).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_weights_that_are_there_are_left_alone(home: str) -> None:
     model = tiny_model("mixtral")
     patch_model(model, {"weights": home})
@@ -60,7 +60,7 @@ def test_weights_that_are_there_are_left_alone(home: str) -> None:
     assert not torch.equal(model.state_dict()[name + "down_proj"], before[name + "down_proj"])
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_a_familys_rule_for_its_mlps_is_followed(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base = LlamaModel._init_weights
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_neuron_moe import patch_model, unpatch_model
-from tests.tiny_models import HOMES
+from tests.tiny_models import WEIGHT_LAYOUTS
 
 
 class Block(nn.Module):
@@ -43,6 +43,6 @@ def walks(layers: int, home: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return count
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_patching_takes_time_linear_in_the_layers(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert walks(2, home, monkeypatch) == walks(12, home, monkeypatch)

@@ -19,10 +19,10 @@ from hf_neuron_moe.modules.experts import NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
 from hf_neuron_moe.patching.report import PatchReport
 from tests.refusals import refused
-from tests.tiny_models import FAMILIES, HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
+from tests.tiny_models import FAMILIES, WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatch_gives_back_the_same_objects_and_bytes(family: str, home: str) -> None:
     model = tiny_model(family)
@@ -36,7 +36,7 @@ def test_unpatch_gives_back_the_same_objects_and_bytes(family: str, home: str) -
     assert_same_snapshot(snapshot(model), before)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen2_moe"])
 def test_unpatch_brings_trained_weights_gradients_and_mode(family: str, home: str) -> None:
     model = tiny_model(family)
@@ -52,7 +52,7 @@ def test_unpatch_brings_trained_weights_gradients_and_mode(family: str, home: st
     assert all(param.grad is not None and param.grad.shape == param.shape for param in model.parameters())
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe"])
 def test_deepcopy_and_pickle_of_a_patched_model(family: str, home: str) -> None:
     model = tiny_model(family).eval()
@@ -212,7 +212,7 @@ def test_hooks_and_their_handles_survive_both_ways() -> None:
     assert len(mlp._forward_hooks) == 0
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_tied_embeddings_stay_tied(home: str) -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     patch_model(model, {"weights": home})
@@ -270,7 +270,7 @@ def test_a_layer_with_two_places_is_refused_in_the_kernel_home_and_serves_both_i
         torch.testing.assert_close(param.grad, expected.grad, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtype_and_requires_grad_survive(dtype: torch.dtype, home: str) -> None:
     model = tiny_model("mixtral").to(dtype).eval()
@@ -284,7 +284,7 @@ def test_dtype_and_requires_grad_survive(dtype: torch.dtype, home: str) -> None:
     assert model(tokens()).logits.dtype == dtype
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_meta_models_are_patched_and_filled_later(family: str, home: str) -> None:
     source = tiny_model(family).eval()
@@ -301,7 +301,7 @@ def test_meta_models_are_patched_and_filled_later(family: str, home: str) -> Non
     assert torch.equal(model(ids).logits, source(ids).logits)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_moving_a_patched_model_moves_what_unpatch_gives_back(home: str) -> None:
     model = tiny_model("phi3")
     patch_model(model, {"weights": home})

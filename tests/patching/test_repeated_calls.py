@@ -14,7 +14,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
 from tests.refusals import refused
-from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model
+from tests.tiny_models import WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model
 
 
 def wrapped_by_peft(model: nn.Module) -> Any:
@@ -50,7 +50,7 @@ def test_a_patched_member_does_not_pass_for_its_container() -> None:
     call_refused(lambda: patch_model(both), both, r"'a' \(2 blocks\), 'b' \(2 blocks\)")
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_an_exchanged_block_is_noticed(home: str) -> None:
     model, other = tiny_model("llama"), tiny_model("llama")
     patch_model(model, {"weights": home})
@@ -60,7 +60,7 @@ def test_an_exchanged_block_is_noticed(home: str) -> None:
     assert len(patch_model(model, {"weights": home}).patched) == 2
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen2_moe"])
 def test_the_same_call_again_answers_with_the_same_report(family: str, home: str) -> None:
     model = tiny_model(family)
@@ -86,7 +86,7 @@ def test_strict_holds_for_a_repeated_call_too() -> None:
     assert patch_model(model, strict=False) is report
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_patch_outlives_the_adapters_wrapper(family: str, home: str) -> None:
     model = tiny_model(family)
@@ -123,8 +123,8 @@ def test_a_part_of_a_patched_model_is_told_where_the_patch_is() -> None:
     patch_model(model)
     for call in (patch_model, unpatch_model):
         for part in (model.model, model.model.layers[0], model.model.layers[0].mlp):
-            told = r"with (1 block|2 blocks) \(first: .*patched through an outer or another object.*unpatch_model"
-            call_refused(partial(call, part), model, told)
+            shown = r"with (1 block|2 blocks) \(first: .*patched through an outer or another object.*unpatch_model"
+            call_refused(partial(call, part), model, shown)
     unpatch_model(model)
     with refused(UnsupportedModelError, "model", "Nothing needs to be undone"):
         unpatch_model(model.model)

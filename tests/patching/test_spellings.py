@@ -15,7 +15,7 @@ from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
 from tests.refusals import refused
-from tests.tiny_models import HOMES
+from tests.tiny_models import WEIGHT_LAYOUTS
 
 H, I = 8, 12  # noqa: E741
 
@@ -108,7 +108,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("block", ACCEPTED, ids=lambda block: type(block).__name__)
 def test_equivalent_spellings_are_patched_and_equal(block: nn.Module, home: str) -> None:
     model = nn.ModuleDict({"mlp": copy.deepcopy(block)}).train()
@@ -179,7 +179,7 @@ def test_arguments_that_the_original_ignores_are_ignored_and_others_are_errors()
         model["plain"](x, scale=1.5)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_a_dropout_that_is_switched_on_later_is_an_error_in_training(home: str) -> None:
     model = nn.ModuleDict({"module": DropoutMLP(drop=nn.Dropout(0.0)), "number": FunctionalDropoutMLP(p=0.0)}).train()
     patch_model(model, {"weights": home})

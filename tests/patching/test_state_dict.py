@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe import patch_model, unpatch_model
-from tests.tiny_models import FAMILIES, HOMES, tiny_model, tokens
+from tests.tiny_models import FAMILIES, WEIGHT_LAYOUTS, tiny_model, tokens
 
 
 def patched_and_stock(family: str, home: str) -> tuple[nn.Module, nn.Module]:
@@ -31,7 +31,7 @@ def scrambled(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_state_dicts_are_equal_and_load_strictly_both_ways(family: str, home: str) -> None:
     patched, stock = patched_and_stock(family, home)
@@ -46,7 +46,7 @@ def test_state_dicts_are_equal_and_load_strictly_both_ways(family: str, home: st
     assert torch.equal(patched(tokens()).logits, stock(tokens()).logits)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe"])
 def test_save_pretrained_writes_stock_files(family: str, home: str, tmp_path: Path) -> None:
     patched, stock = patched_and_stock(family, home)

@@ -16,7 +16,7 @@ from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import api, apply, lock
 from hf_neuron_moe.patching.report import PatchReport
 from hf_neuron_moe.training.prepare import patch_for_training
-from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model
+from tests.tiny_models import WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model
 
 PRECISIONS = ("bf16", "fp32", "mxfp8", "bf16")
 
@@ -55,7 +55,7 @@ def block_count(model: nn.Module) -> int:
     return sum(isinstance(module, NeuronBlock) for module in model.modules())
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_of_four_threads_with_different_options_one_patches(home: str) -> None:
     model = tiny_model("llama")
     before = snapshot(model)

@@ -19,7 +19,7 @@ from hf_neuron_moe.patching import (
     optimizer_layout,
     planning,
 )
-from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
+from tests.tiny_models import WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
 class Interrupted(BaseException):
@@ -64,7 +64,7 @@ class FailingCall:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_failure_anywhere_leaves_the_model_as_it_was(
     step: str, home: str, after: bool, monkeypatch: pytest.MonkeyPatch

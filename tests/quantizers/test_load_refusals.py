@@ -143,7 +143,7 @@ def test_places_that_blocks_cannot_be_in(converted: Converted, tmp_path: Path, p
         load(converted("mixtral", precision=precision), device_map=places, offload_folder=str(tmp_path))
 
 
-def test_quantising_while_loading(source: Source) -> None:
+def test_quantizing_while_loading(source: Source) -> None:
     with refused(UnsupportedModelError, "quantization_config", "hf-neuron-moe convert SRC DST"):
         load(source("llama"), quantization_config=NeuronMoEQuantizationConfig())
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
-from hf_neuron_moe.quantizers.bf16_loader import Landing
+from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
 from tests.quantizers.conftest import UNEVEN, Converted, Source, load, patched
 from tests.tiny_models import FAMILIES, tokens
 
@@ -72,14 +72,14 @@ def test_gradients_are_those_of_the_patched_original(
 
 def test_experts_in_kernel_layout_are_not_copied(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     landed: dict[str, int] = {}
-    hand_over = Landing.hand_over
+    hand_over = Bf16Loader.hand_over
 
-    def watched(self: Landing, home: str) -> Any:
+    def watched(self: Bf16Loader, home: str) -> Any:
         name = self.candidate.name
         landed.update({f"{name}.{role}": self.role(role).data_ptr() for role in ("gate_up_proj", "down_proj")})
         return hand_over(self, home)
 
-    monkeypatch.setattr(Landing, "hand_over", watched)
+    monkeypatch.setattr(Bf16Loader, "hand_over", watched)
     model = load(converted("mixtral", precision="bf16", layout="kernel"))
     assert len(landed) == 4
     assert {name: model.get_parameter(name).data_ptr() for name in landed} == landed

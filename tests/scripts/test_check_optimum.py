@@ -28,13 +28,13 @@ def asked(tmp_path: Path, *versions: str) -> tuple[list[str], list[str]]:
     python.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(python), "ASKED": str(tmp_path / "asked")}
     command = ["bash", "scripts/check_optimum_neuron.sh", *versions]
-    told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    return told.splitlines(), (tmp_path / "asked").read_text(encoding="utf-8").splitlines()
+    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    return shown.splitlines(), (tmp_path / "asked").read_text(encoding="utf-8").splitlines()
 
 
 def test_it_resolves_without_installing_and_tells_the_pins(tmp_path: Path) -> None:
-    told, questions = asked(tmp_path, "0.4.5", "0.0.3")
-    assert told == [
+    shown, questions = asked(tmp_path, "0.4.5", "0.0.3")
+    assert shown == [
         "Python 3.11.9",
         "optimum-neuron 0.4.5: cannot be installed beside this package",
         "    hf-neuron-moe 0.1.0 depends on transformers<6 and >=5.17",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DistributedType
-from finetune import finetune, main, told_processes
+from finetune import describe_processes, finetune, main
 from finetune_options import parse
 from finetune_text import blocks
 from huggingface_hub.errors import HfHubHTTPError
@@ -163,8 +163,8 @@ def test_refusals_are_one_line_and_exit_code_2(
 
 def test_processes_are_told_in_words() -> None:
     cpu = torch.device("cpu")
-    assert told_processes(1, DistributedType.NO, cpu) == "one process on cpu"
-    assert told_processes(2, DistributedType.MULTI_CPU, cpu) == "2 processes (MULTI_CPU) on cpu"
+    assert describe_processes(1, DistributedType.NO, cpu) == "one process on cpu"
+    assert describe_processes(2, DistributedType.MULTI_CPU, cpu) == "2 processes (MULTI_CPU) on cpu"
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,10 @@ def test_what_is_in_the_cache_is_not_asked_about(monkeypatch: pytest.MonkeyPatch
 def test_offline_and_misspelt_names(tmp_path: Path) -> None:
     with refused(ConfigError, "model", "HF_HUB_OFFLINE"):
         check_run(options("nowhere/model"))
-    told = check_places(options("nowhere/model", tokenizer=tmp_path).model, needed=False)
-    assert len(told) == 1 and told[0].startswith("model 'nowhere/model' is no folder here, and not in the hub's cache")
+    shown = check_places(options("nowhere/model", tokenizer=tmp_path).model, needed=False)
+    assert len(shown) == 1 and shown[0].startswith(
+        "model 'nowhere/model' is no folder here, and not in the hub's cache"
+    )
     for needed in (True, False):
         with refused(ConfigError, "tokenizer", "as a hub id"):
             check_places(options(tmp_path, tokenizer="no where/model").model, needed=needed)
@@ -120,17 +122,17 @@ def test_offline_and_misspelt_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", finetune_places._MADE_BY)
 def test_what_makes_a_missing_folder_is_where_the_refusal_says(folder: str, repo_root: Path) -> None:
     """The named file of options has that folder, and at its head a command that writes it."""
-    told = finetune_places._MADE_BY[folder]
-    (name,) = re.findall(r"configs/\S+\.yaml", told)
+    shown = finetune_places._MADE_BY[folder]
+    (name,) = re.findall(r"configs/\S+\.yaml", shown)
     text = (repo_root / name).read_text(encoding="utf-8")
     assert f"\nmodel: {folder}\n" in text
     head = text.partition("\nmodel:")[0]
     if "get_smollm2" in head:
         script = (repo_root / "scripts" / "get_smollm2.py").read_text(encoding="utf-8")
-        assert f'".cache" / "{Path(folder).name}"' in script and "get_smollm2.py" in told
+        assert f'".cache" / "{Path(folder).name}"' in script and "get_smollm2.py" in shown
     else:
         assert re.search(rf"python scripts/\w+\.py .*{re.escape(folder)}$", head, flags=re.MULTILINE)
-        assert "demo.sh` makes it" not in told, "the demo keeps the dense model only"
+        assert "demo.sh` makes it" not in shown, "the demo keeps the dense model only"
 
 
 def test_a_backend_that_is_not_here_is_refused_before_anything_is_loaded(
@@ -192,10 +194,10 @@ def test_a_precision_without_kernels_on_the_chip_is_refused_or_falls_back(
     given = {"neuron_precision": precision, "neuron_backend": "neuron", **changes}
     with refused(ConfigError, "neuron_precision, neuron_block_size and the length of batches", message):
         check_kernels(options(models.get(model, model), **given), device, DocumentedAdapter())
-    told = check_kernels(
+    shown = check_kernels(
         options(models.get(model, model), **given, neuron_fallback="torch"), device, DocumentedAdapter()
     )
-    assert any("PyTorch computes them: " in line for line in told)
+    assert any("PyTorch computes them: " in line for line in shown)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +244,8 @@ def test_no_kernel_trains_through_frozen_mx_codes(conversions: dict[str, Path], 
     with refused(ConfigError, "neuron_fallback", "Set neuron_fallback: torch"):
         check_kernels(options(conversions["mxfp8"], **given), device, DocumentedAdapter())
     run = options(conversions["mxfp8"], **given, neuron_fallback="torch")
-    (told,) = check_kernels(run, device, DocumentedAdapter())
-    assert told.startswith("frozen MX blocks: in training PyTorch computes them on the device: ")
+    (shown,) = check_kernels(run, device, DocumentedAdapter())
+    assert shown.startswith("frozen MX blocks: in training PyTorch computes them on the device: ")
 
 
 def test_a_frozen_base_is_known_before_it_is_loaded(conversions: dict[str, Path]) -> None:
@@ -265,8 +267,8 @@ def test_somebody_elses_quantization_is_left_to_the_loading(models: dict[str, Pa
     content = json.loads((models["llama"] / "config.json").read_text(encoding="utf-8"))
     content["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    (told,) = check_kernels(options(tmp_path, neuron_backend="neuron"), TRN3, DocumentedAdapter())
-    assert f"cannot be judged before it is loaded: finetune: {tmp_path}/config.json: quantization_config" in told
+    (shown,) = check_kernels(options(tmp_path, neuron_backend="neuron"), TRN3, DocumentedAdapter())
+    assert f"cannot be judged before it is loaded: finetune: {tmp_path}/config.json: quantization_config" in shown
 
 
 def test_the_device_is_not_asked_for_kernels_of_missing_cores(models: dict[str, Path]) -> None:

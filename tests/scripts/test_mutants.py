@@ -63,7 +63,7 @@ def write_list(project: Path, *entries: tuple[str, str, str, str], tests: str = 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("entries", "status", "told"),
+    ("entries", "status", "shown"),
     [
         ([SWAPPED, EQUAL], 0, "2 ok"),
         ([SWAPPED, UNSEEN], 1, "1 SURVIVED, 1 ok"),
@@ -73,11 +73,15 @@ def write_list(project: Path, *entries: tuple[str, str, str, str], tests: str = 
     ids=["all seen", "survivor", "marked wrongly", "breaks the file"],
 )
 def test_the_exit_status_says_whether_tests_noticed(
-    project: Path, capsys: pytest.CaptureFixture[str], entries: list[tuple[str, str, str, str]], status: int, told: str
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    entries: list[tuple[str, str, str, str]],
+    status: int,
+    shown: str,
 ) -> None:
     write_list(project, *entries)
     assert mutants.main(["--root", str(project), "--jobs", "1"]) == status
-    assert capsys.readouterr().out.splitlines()[-1] == told
+    assert capsys.readouterr().out.splitlines()[-1] == shown
     assert (project / "hf_neuron_moe" / "parts.py").read_text() == FUNCTION
 
 
@@ -90,7 +94,7 @@ def test_tests_that_fail_anyway_show_nothing(project: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("entries", "tests", "told"),
+    ("entries", "tests", "shown"),
     [
         ([("gone", "a <= b", "a < b", "")], "tests/test_parts.py", "0 times"),
         ([("twice", "return", "yield", "")], "tests/test_parts.py", "2 times"),
@@ -101,11 +105,15 @@ def test_tests_that_fail_anyway_show_nothing(project: Path, capsys: pytest.Captu
     ids=["absent text", "text found twice", "no change", "one name twice", "absent test"],
 )
 def test_entries_that_do_not_fit_the_tree(
-    project: Path, capsys: pytest.CaptureFixture[str], entries: list[tuple[str, str, str, str]], tests: str, told: str
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    entries: list[tuple[str, str, str, str]],
+    tests: str,
+    shown: str,
 ) -> None:
     write_list(project, *entries, tests=tests)
     assert mutants.main(["--root", str(project)]) == 2
-    assert told in capsys.readouterr().out
+    assert shown in capsys.readouterr().out
 
 
 def test_names_choose_and_unknown_ones_are_errors(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

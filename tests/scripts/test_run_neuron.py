@@ -11,7 +11,7 @@ from pathlib import Path
 import neuron_check
 import pytest
 from finetune import finetune, main as finetune_main
-from finetune_model import patch, told_unpatched
+from finetune_model import describe_unpatched, patch
 from finetune_options import Options, parse
 from make_tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
@@ -108,10 +108,10 @@ def test_a_dry_run_refuses_what_the_run_would_stop_at(
         make_tiny_model("llama", tmp_path / "model", **LONG)
         words = [str(tmp_path / "model") if word == "DENSE" else word for word in words]
     assert neuron_check.main([chip, processes, "--dry", f"configs/neuron/{RUNS[chip][0]}.yaml", *words]) == 2
-    told = capsys.readouterr()
-    line = told.err.splitlines()[-1]  # after the progress bars of making the model
+    shown = capsys.readouterr()
+    line = shown.err.splitlines()[-1]  # after the progress bars of making the model
     assert line.startswith("error: ") and message in line
-    assert told.out == ""
+    assert shown.out == ""
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_the_own_variable_for_lnc_counts_for_the_runtime_too(tmp_path: Path) -> 
 def test_a_run_off_the_device_says_what_is_missing(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(ROOT / "configs" / "neuron" / "trn2-olmoe.yaml"), "--neuron_backend", backend]
     assert finetune_main(words) == 2
-    told = capsys.readouterr().err
-    assert {"neuron": "nki is not installed", "torch": "on a CPU add --use_cpu true"}[backend] in told
-    assert ".. " not in told
+    shown = capsys.readouterr().err
+    assert {"neuron": "nki is not installed", "torch": "on a CPU add --use_cpu true"}[backend] in shown
+    assert ".. " not in shown
 
 
 def test_the_machine_is_asked_before_the_processes_start(
@@ -280,9 +280,9 @@ def test_conversions_get_the_backend_of_the_run(tmp_path: Path) -> None:
         with refused(ConfigError, "neuron_fallback"):
             patch(frozen, refusing.training, refusing.lora)
         assert patch(frozen, falling_back.training, falling_back.lora) is None
-    assert told_unpatched(frozen).startswith("nothing patched: the base is frozen MX, backend neuron; its kernels")
+    assert describe_unpatched(frozen).startswith("nothing patched: the base is frozen MX, backend neuron; its kernels")
     assert patch(frozen, by_torch.training, by_torch.lora) is None
-    assert told_unpatched(frozen) == "nothing patched: the base is frozen MX, backend torch"
+    assert describe_unpatched(frozen) == "nothing patched: the base is frozen MX, backend torch"
     with installed(tmp_path / "site2", Double(target="trn2")):
         report = patch(plain, refusing.training, refusing.lora)
         assert report is not None and [entry.backend for entry in report.patched] == ["neuron", "neuron"]

@@ -97,8 +97,8 @@ def test_what_a_block_says_of_itself_is_what_its_part_comes_to(family: str) -> N
         report = patch_model(model, {"precision": "bf16", "activations": policy.name})
         blocks = [model.get_submodule(entry.name) for entry in report.patched]
         # Routing indices are counted in both; a share of a byte per token may be rounded in one of them.
-        told = sum(block.saved_bytes_per_token for block in blocks)
-        assert policy.blocks_bytes_per_token == pytest.approx(told, rel=0.02)
+        shown = sum(block.saved_bytes_per_token for block in blocks)
+        assert policy.blocks_bytes_per_token == pytest.approx(shown, rel=0.02)
 
 
 class SavedAlive:

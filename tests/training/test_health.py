@@ -1,4 +1,4 @@
-"""Quantisation health against the definition."""
+"""Quantization health against the definition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.training.blocks import PROJECTIONS, patched_blocks, sampled_weights
 from hf_neuron_moe.training.figures import quantization_health
-from tests.tiny_models import HOMES, tiny_model
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model
 
 
 def sqnr_db(values: Tensor, restored: Tensor) -> float:
@@ -65,7 +65,7 @@ def test_sampled_rows_are_the_weights_whatever_their_home(family: str) -> None:
         expected = [*original.gate_up_proj.weight.detach().split(I), original.down_proj.weight.detach()]
     else:
         expected = [getattr(original, f"{role}_proj").weight.detach() for role in PROJECTIONS]
-    for home in HOMES:
+    for home in WEIGHT_LAYOUTS:
         model = tiny_model(family)
         patch_model(model, {"weights": home, "precision": "fp32"})
         whole = sampled_weights(patched_blocks(model)[name], 10_000)

@@ -52,8 +52,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_the_trainer_refuses_to_resume_experts_with_another_home(saved: str | None, tmp_path: Path) -> None:
     train(prepared("mixtral", saved), tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     resumed = prepared("mixtral", OTHER[saved])
-    told = rf"experts.* in {saved or 'stock'} layout.*weights='{saved or 'stock'}'.*optimizer.pt"
-    with refused(UnsupportedModelError, "optimizer state of model.layers.0.mlp.experts.gate_up_proj", told):
+    shown = rf"experts.* in {saved or 'stock'} layout.*weights='{saved or 'stock'}'.*optimizer.pt"
+    with refused(UnsupportedModelError, "optimizer state of model.layers.0.mlp.experts.gate_up_proj", shown):
         train(resumed, tmp_path / "again", resume=str(tmp_path / "checkpoint-2"))
     restored = prepared("mixtral", saved)
     train(restored, tmp_path / "right", resume=str(tmp_path / "checkpoint-2"), max_steps=2)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.training import enable_moe_resume
-from tests.tiny_models import HOMES, tiny_model, tokens
+from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
 from tests.training.runs import SETTINGS
 
 
@@ -50,7 +50,7 @@ def prepared(family: str, home: str | None) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("home", [*HOMES, None])
+@pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_resumed_run_equals_the_uninterrupted_one(family: str, home: str | None, tmp_path: Path) -> None:
     whole = prepared(family, home)
@@ -66,7 +66,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(family: str, home: str | Non
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_a_checkpoint_of_the_patched_model_opens_in_stock_transformers(home: str, tmp_path: Path) -> None:
     model = prepared("mixtral", home)
     train(model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
@@ -83,7 +83,7 @@ def counted(calls: list[bool], forward: Callable[..., Any], *args: Any) -> Any:
     return forward(*args)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_gradient_checkpointing_changes_nothing(family: str, home: str, tmp_path: Path) -> None:
     plain = train(prepared(family, home), tmp_path / "plain", max_steps=2)
@@ -108,13 +108,13 @@ def test_gradient_checkpointing_changes_nothing(family: str, home: str, tmp_path
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_patched_training_follows_stock(family: str, tmp_path: Path) -> None:
     stock = train(tiny_model(family), tmp_path / "stock")
-    for home in HOMES:
+    for home in WEIGHT_LAYOUTS:
         losses = train(prepared(family, home), tmp_path / home)
         # Rounding differences of 1e-7 grow over AdamW steps of size 1e-2; they stay far below one step's change.
         assert losses == pytest.approx(stock, rel=1e-4)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_gradient_accumulation_equals_stock(home: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "max_steps": 2,
@@ -126,7 +126,7 @@ def test_gradient_accumulation_equals_stock(home: str, tmp_path: Path) -> None:
     assert train(prepared("mixtral", home), tmp_path / home, **options) == pytest.approx(stock, rel=1e-4)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_bf16_autocast_trains(family: str, precision: str, home: str, tmp_path: Path) -> None:

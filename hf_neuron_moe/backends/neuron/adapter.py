@@ -35,7 +35,7 @@ class Match:
     @property
     def installed(self) -> Generation:
         """The generation, where there is one."""
-        assert self.generation is not None, "ask why_not first"
+        assert self.generation is not None, "ask unsupported_reason first"
         return self.generation
 
 
@@ -120,13 +120,13 @@ class Adapter:
             self._matches[need] = match(need)
         return self._matches[need]
 
-    def why_not(self, *needs: str) -> str | None:
+    def unsupported_reason(self, *needs: str) -> str | None:
         """Return why the installed nkilib cannot do all of `needs`, or None."""
         reasons = [found.reason for found in map(self.match, needs) if found.generation is None]
         return "; ".join(reasons) or None
 
     def generation(self, need: str) -> str:
-        """Return the first release with the installed argument set; :meth:`why_not` was None."""
+        """Return the first release with the installed argument set; :meth:`unsupported_reason` was None."""
         return self.match(need).installed.name
 
     def turned(self, need: str) -> bool:
@@ -134,7 +134,7 @@ class Adapter:
         return self.match(need).layout == DIRECT
 
     def kernel(self, need: str, name: str) -> Callable[..., Any]:
-        """Return the wrapper kernel `name` of the generation that is installed; :meth:`why_not` was None."""
+        """Return the wrapper kernel `name` of the generation that is installed; :meth:`unsupported_reason` was None."""
         return getattr(self._module(self.match(need).installed.module), name)
 
     @functools.cache  # noqa: B019 - an adapter lives as long as its backend, which lives as long as the process

@@ -22,8 +22,8 @@ from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
 from hf_neuron_moe.backends.neuron.launch import Launcher
-from hf_neuron_moe.backends.neuron.limits import Block, most_tokens, why_not_tokens
-from hf_neuron_moe.backends.neuron.quantized_experts import FrozenKernels, why_not_frozen
+from hf_neuron_moe.backends.neuron.limits import Block, most_tokens, unsupported_reason_tokens
+from hf_neuron_moe.backends.neuron.quantized_experts import QuantizedKernels, unsupported_reason_quantized
 from hf_neuron_moe.backends.prepared import CountedWeights, FreshWeights, PreparedWeights
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support
 from hf_neuron_moe.backends.torch.backend import TorchBackend
@@ -87,7 +87,11 @@ class NeuronBackend(Backend):
     def _keep_copies(self, weights: PreparedWeights) -> None:
         """Let `weights` hold the copies that calls of this object make."""
         self.weights, parts = weights, (self.adapter, self._launch, weights)
-        self._dense, self._experts, self._quantized = DenseKernels(*parts), ExpertKernels(*parts), FrozenKernels(*parts)
+        self._dense, self._experts, self._quantized = (
+            DenseKernels(*parts),
+            ExpertKernels(*parts),
+            QuantizedKernels(*parts),
+        )
 
     @property
     def prepared_bytes(self) -> int:
@@ -99,7 +103,9 @@ class NeuronBackend(Backend):
     ) -> Support:
         block = Block.of(shape, spec)
         most = most_tokens(block)
-        reason = limits.why_not(block, self.device, self.adapter) or why_not_tokens(most, tokens or 0)
+        reason = limits.unsupported_reason(block, self.device, self.adapter) or unsupported_reason_tokens(
+            most, tokens or 0
+        )
         if spec.gate != "silu":
             reason = f"its gate is {spec.gate}, the kernels are called with SiLU"
         if reason is not None or tokens is not None:
@@ -110,8 +116,8 @@ class NeuronBackend(Backend):
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         most = limits.BF16_TOKENS if stack.gate_up_codes.dim() > 2 else None
-        reason = why_not_frozen(stack, self.device, self.adapter, training=training)
-        return Support(reason or why_not_tokens(most, tokens or 0), most)
+        reason = unsupported_reason_quantized(stack, self.device, self.adapter, training=training)
+        return Support(reason or unsupported_reason_tokens(most, tokens or 0), most)
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         block = Block.of(shape, spec)

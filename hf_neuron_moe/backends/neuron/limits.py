@@ -71,7 +71,7 @@ class Block:
         return -(-self.hidden // steps[0]) * steps[0], -(-self.inner // steps[1]) * steps[1]
 
 
-def why_not(block: Block, device: Device, adapter: Adapter) -> str | None:
+def unsupported_reason(block: Block, device: Device, adapter: Adapter) -> str | None:
     """Return why the installed kernels cannot compute `block` forward and backward on `device`, or None."""
     bf16, experts = block.precision == "bf16", block.kind == "experts"
     if block.precision == "fp32":
@@ -85,7 +85,7 @@ def why_not(block: Block, device: Device, adapter: Adapter) -> str | None:
         return f"{only}, and this is {device.platform}; precision='mxfp8' has a kernel pair there"
     if experts and device.lnc != 2:
         return "the experts' backward needs two physical cores per logical core (LNC 2), and LNC is 1"
-    reason = adapter.why_not(*block.needs)
+    reason = adapter.unsupported_reason(*block.needs)
     if reason is not None or not experts:
         return reason
     sizes, (low, high) = block_sizes(block, adapter), BF16_HIDDEN
@@ -107,8 +107,8 @@ def block_sizes(block: Block, adapter: Adapter) -> tuple[int, ...]:
 
 @public("neuron backend")
 def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapter: Adapter) -> None:
-    """Refuse what :func:`why_not` names, and calls that are too long or not in bf16."""
-    reason = why_not(block, device, adapter)
+    """Refuse what :func:`unsupported_reason` names, and calls that are too long or not in bf16."""
+    reason = unsupported_reason(block, device, adapter)
     if reason is not None:
         argument = f"the {block.kind} block (H={block.hidden}, I={block.inner}, precision={block.precision})"
         fix = "Patch with fallback='torch' to compute such blocks without the kernels, or change the option."
@@ -122,7 +122,7 @@ def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapt
 @public("neuron backend")
 def check_length(most: int | None, tokens: int, condition: str = "") -> None:
     """Refuse a call with more tokens than the kernels take."""
-    if why_not_tokens(most, tokens) is not None:
+    if unsupported_reason_tokens(most, tokens) is not None:
         argument = "the number of tokens (batch size times length)"
         fix = "Use smaller micro-batches or shorter sequences."
         raise ShapeError.about(argument, f"at most {most}{condition}", tokens, fix)
@@ -135,6 +135,6 @@ def most_tokens(block: Block) -> int | None:
     return BF16_TOKENS if block.precision == "bf16" else MAX_TOKENS
 
 
-def why_not_tokens(most: int | None, tokens: int) -> str | None:
+def unsupported_reason_tokens(most: int | None, tokens: int) -> str | None:
     """Return why kernels that take at most `most` tokens cannot compute a call of `tokens`, or None."""
     return f"the kernels take at most {most:,} tokens per call" if most is not None and tokens > most else None

@@ -22,7 +22,7 @@ _MXFP8 = f"{_EXPERIMENTAL}.moe_mxfp8"
 _BACKWARD = (f"{_EXPERIMENTAL}.moe.bwd.moe_bwd_parameters", f"{_EXPERIMENTAL}.moe.bwd", _MXFP8)
 _DESCRIPTORS = (f"{_EXPERIMENTAL}.mxfp_utils.mxfp8_utils.common_dataclasses",)
 
-HOMES: dict[str, tuple[str, ...]] = {
+MODULES: dict[str, tuple[str, ...]] = {
     "mlp_forward_mxfp8_nki": (f"{_MLP}.mlp_fwd_mxfp8", f"{_MLP}.mlp_fwd_mxfp8.mlp_fwd_mxfp8_kernel", _MLP),
     "mlp_backward_mxfp8_nki": (f"{_MLP}.mlp_bwd_mxfp8", f"{_MLP}.mlp_bwd_mxfp8.mlp_bwd_mxfp8_kernel", _MLP),
     **dict.fromkeys(("moe_cte", "MoECTESpec", "MoECTEImplementation", "ShardOnIConfig"), _MOE_CTE),
@@ -42,18 +42,18 @@ HOMES: dict[str, tuple[str, ...]] = {
 
 
 def shown_name(name: str) -> str:
-    """Return nkilib's own name of an object in :data:`HOMES`; it has two records ``SkipMode``."""
+    """Return nkilib's own name of an object in :data:`MODULES`; it has two records ``SkipMode``."""
     return "SkipMode" if name == "BackwardSkipMode" else name
 
 
 def find_object(name: str) -> Any | None:
-    """Return an object of nkilib by its name in :data:`HOMES`; None where the installed release does not have it.
+    """Return an object of nkilib by its name in :data:`MODULES`; None where the installed release does not have it.
 
     If it is in none of its known homes, the modules beside the first one are searched.
     """
-    package = ".".join(HOMES[name][0].split(".")[:3])
-    for home in chain(HOMES[name], _modules_in(package)):
-        found = getattr(_imported(home), shown_name(name), None)
+    package = ".".join(MODULES[name][0].split(".")[:3])
+    for module in chain(MODULES[name], _modules_in(package)):
+        found = getattr(_imported(module), shown_name(name), None)
         if found is not None and not isinstance(found, ModuleType):  # several modules have their function's name
             return found
     return None
@@ -77,10 +77,10 @@ def _modules_in(package: str) -> Iterator[str]:
 
 @public("neuron backend")
 def nkilib_object(name: str) -> Any:
-    """Return an object of nkilib by its name in :data:`HOMES`."""
+    """Return an object of nkilib by its name in :data:`MODULES`."""
     found = find_object(name)
     if found is None:
-        expected = f"a release with {shown_name(name)} in {' or '.join(HOMES[name])}"
+        expected = f"a release with {shown_name(name)} in {' or '.join(MODULES[name])}"
         fix = "Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY."
         raise BackendUnavailableError.about("nkilib", expected, "one without", fix)
     return found

@@ -37,8 +37,8 @@ WIDE, _WIDE_INNER_STEP = "moe_forward_mx_wide", 1024
 """shard_on_i_mx: no largest H is documented, and I is divided in halves of whole tiles of 512."""
 
 
-class FrozenKernels(Kernels):
-    """Forward of blocks with MX weights, for which :func:`why_not_frozen` is None."""
+class QuantizedKernels(Kernels):
+    """Forward of blocks with MX weights, for which :func:`unsupported_reason_quantized` is None."""
 
     def forward(self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack) -> Tensor:
         """Return ``y [T, H]``."""
@@ -103,17 +103,21 @@ def kernel_need(stack: MXExpertStack) -> str:
     return WIDE if stack.hidden > BF16_HIDDEN[1] else "moe_forward_mx"
 
 
-def why_not_frozen(stack: MXExpertStack, device: Device, adapter: Adapter, *, training: bool) -> str | None:
+def unsupported_reason_quantized(
+    stack: MXExpertStack, device: Device, adapter: Adapter, *, training: bool
+) -> str | None:
     """Return why the kernels that `adapter` finds cannot compute `stack` on `device`, or None; reads no values."""
     if training:
         return NO_BACKWARD
     if device.platform != "trn3":
         return f"{ON_TRN3}, and this is {device.platform}"
-    reason = _why_not_words(stack, device) if stack.gate_up_codes.dim() > 2 else _why_not_codes(stack)
-    return reason or adapter.why_not(kernel_need(stack))
+    reason = (
+        _unsupported_reason_words(stack, device) if stack.gate_up_codes.dim() > 2 else _unsupported_reason_codes(stack)
+    )
+    return reason or adapter.unsupported_reason(kernel_need(stack))
 
 
-def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
+def _unsupported_reason_words(stack: MXExpertStack, device: Device) -> str | None:
     layouts, hidden, inner = (stack.gate_up_layout, stack.down_layout), stack.hidden, stack.inner
     if device.lnc != 2:
         return "moe_cte shard_on_block_mx needs two physical cores per logical core (LNC 2), and LNC is 1"
@@ -134,7 +138,7 @@ def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
     return None
 
 
-def _why_not_codes(stack: MXExpertStack) -> str | None:
+def _unsupported_reason_codes(stack: MXExpertStack) -> str | None:
     sides = {"gate_up_proj": (stack.gate_up_layout, stack.hidden), "down_proj": (stack.down_layout, stack.inner)}
     for name, (layout, size) in sides.items():
         kernel = f"{name}: the kernel"

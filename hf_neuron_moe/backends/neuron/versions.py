@@ -154,7 +154,7 @@ class Detected:
     contradiction: str = ""
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """The source and the contradiction."""
         return f"{self.source}; {self.contradiction}" if self.contradiction else self.source
 

@@ -7,7 +7,7 @@ Forward: rows are rounded to MXFP8 in the groups that the weights' codes were ma
 expert's affinity multiplies that product, as in the MXFP8 training pair; with experts stored as words it multiplies the
 down projection's sums, as in ``moe_cte``'s MX implementations.
 
-Backward: the codes have one orientation, so nothing could be quantised along the other axis without changing the
+Backward: the codes have one orientation, so nothing could be quantized along the other axis without changing the
 weights. The input's gradient is that of the bf16 kernels with the codes' values as weights: rounding activations counts
 as the identity, and no weight gradient exists.
 """
@@ -30,7 +30,7 @@ from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 
 _FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
-"""Operands arrive rounded and quantised, so the matmuls are plain fp32."""
+"""Operands arrive rounded and quantized, so the matmuls are plain fp32."""
 
 _BACKWARD = Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
 
@@ -45,13 +45,13 @@ class _QuantizedRows(RowSource):
     def take(self, span: Span) -> Tensor:
         """Return the rows of `span` in fp32."""
         rows_RH = super().take(span)
-        values = self.loader.scratch.get("frozen_x", tuple(rows_RH.shape), torch.float32).copy_(rows_RH)
+        values = self.loader.scratch.get("quantized_x", tuple(rows_RH.shape), torch.float32).copy_(rows_RH)
         return self.loader.quantize(values, 1, self.scheme)
 
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """``silu(gate) * up [* scale]``, rounded to bf16 and quantised along I, which zeros extend to `width`."""
+    """``silu(gate) * up [* scale]``, rounded to bf16 and quantized along I, which zeros extend to `width`."""
 
     loader: Loader
     scheme: str
@@ -69,7 +69,7 @@ class _Epilogue:
             product.mul_(self.scale_R1[rows.part])
         scratch, real = self.loader.scratch, columns.length
         rounded = scratch.get("rounding", tuple(product.shape), torch.bfloat16).copy_(product)
-        whole = scratch.get("frozen_inter", (len(product), self.width), torch.float32)
+        whole = scratch.get("quantized_inter", (len(product), self.width), torch.float32)
         whole[:, :real].copy_(rounded)
         whole[:, real:].zero_()
         return self.loader.quantize(whole, 1, self.scheme)[:, :real]
@@ -88,7 +88,7 @@ def quantized_forward(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Chec
         afterwards = weights.down.layout.arrangement == WORDS
         for columns in column_tiles(weights.down):
             first = columns.start == 0
-            part_RH = out_RH if first else loader.scratch.get("frozen_out", tuple(out_RH.shape), torch.float32)
+            part_RH = out_RH if first else loader.scratch.get("quantized_out", tuple(out_RH.shape), torch.float32)
             inside_R1 = None if afterwards else scale_R1
             epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, inside_R1)
             tile, kept = _tile(weights, columns, loader), _part(save, start, end, columns)
@@ -128,8 +128,8 @@ def quantized_backward(
             first = columns.start == 0
             part_RH = total_RH
             if total_RH is not None and not first:
-                part_RH = scratch.get("frozen_out", tuple(total_RH.shape), torch.float32)
-            part_R = None if d_scale_R is None else scratch.get("frozen_scale", (end - start,), torch.float32)
+                part_RH = scratch.get("quantized_out", tuple(total_RH.shape), torch.float32)
+            part_R = None if d_scale_R is None else scratch.get("quantized_scale", (end - start,), torch.float32)
             tile, kept = _tile(weights, columns, loader), _part(saved, start, end, columns)
             if len(x_TH):
                 kept = _completed(kept, x.rows(start, end), tile, forward)
@@ -150,8 +150,8 @@ def _tile(weights: MXExpertStack, columns: slice, loader: Loader) -> FFNWeights:
     hidden, inner, scratch = weights.hidden, weights.inner, loader.scratch
     every, gate = slice(0, hidden), slice(columns.start, min(columns.stop, inner))
     up, size = slice(inner + gate.start, inner + gate.stop), gate.stop - gate.start
-    gate_IH, up_IH = (scratch.get(name, (size, hidden), torch.float32) for name in ("frozen_gate", "frozen_up"))
-    down_HI = scratch.get("frozen_down", (hidden, columns.stop - columns.start), torch.float32)
+    gate_IH, up_IH = (scratch.get(name, (size, hidden), torch.float32) for name in ("quantized_gate", "quantized_up"))
+    down_HI = scratch.get("quantized_down", (hidden, columns.stop - columns.start), torch.float32)
     return FFNWeights(
         weights.gate_up.values(gate, every, gate_IH),
         weights.gate_up.values(up, every, up_IH),

@@ -181,7 +181,7 @@ def _row(name: str, tensors: list[TensorFacts]) -> tuple[str, ...]:
     first = tensors[0]
     known = [tensor.sqnr for tensor in tensors if tensor.sqnr is not None]
     # One line for several ranks cannot name one of them.
-    told = [part for part in first.details.split(", ") if len(tensors) == 1 or not part.startswith("rank ")]
+    parts = [part for part in first.details.split(", ") if len(tensors) == 1 or not part.startswith("rank ")]
     return (
         printable(name, MAX_CELL),
         f"{len(tensors)}x",
@@ -190,5 +190,5 @@ def _row(name: str, tensors: list[TensorFacts]) -> tuple[str, ...]:
         first.layout,
         f"{sum(tensor.nbytes for tensor in tensors):,} B",
         f"SQNR {in_db(_worst(known))}" if known else "",
-        ", ".join(told),
+        ", ".join(parts),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json
 from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, inside, read_index
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.errors import ConversionError, SourceDamageError
+from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, with_article
 
 CONFIG_FILE = "config.json"
 
@@ -19,6 +19,13 @@ _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<r
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja", "*.md", "*.tiktoken")
 # Folders with weights in other formats, and what lies beside those.
 UNWANTED = ("original/*", "onnx/*", "*/onnx/*", "runs/*", "checkpoint-*/*")
+
+
+def check_folder(folder: object, argument: str) -> None:
+    """Raise ConfigError for what is no path."""
+    if not isinstance(folder, Path):
+        got = f"the str {folder!r}" if isinstance(folder, str) else with_article(type(folder).__name__)
+        raise ConfigError.about(argument, "a pathlib.Path", got, "Pass pathlib.Path(...).")
 
 
 def checkpoint_folder(source: Path | str) -> Path:

@@ -94,7 +94,7 @@ def decode(
 def _encode_operand(
     matrix_FK: torch.Tensor, form: orientations.StoredForm, codes: torch.Tensor, scale_layout: str, scales: torch.Tensor
 ) -> None:
-    """Quantise an operand of the MLP kernels along its rows."""
+    """Quantize an operand of the MLP kernels along its rows."""
     F, K = matrix_FK.shape
     compact_BF = scales if scale_layout == orientations.MX_FUSED_SCALES else scales.new_empty(K // MX_BLOCK, F)
     if form.layout == orientations.MX_KERNEL_CODES:

@@ -2,8 +2,8 @@
 
 E experts, F rows and K columns of a matrix, K being the contraction axis of the matmul that reads it. Forward, gate_up
 is [2I, H] and down [H, I]. Backward, the gradient of the input contracts over the other axis: gate_up transposed,
-[H, 2I] with gate and up as one axis (nki-library 2.31 ``mlp_bwd_mxfp8``), and down transposed, [I, H]. Quantised values
-cannot be transposed, since their blocks lie along K, so each orientation is quantised from bf16.
+[H, 2I] with gate and up as one axis (nki-library 2.31 ``mlp_bwd_mxfp8``), and down transposed, [I, H]. Quantized values
+cannot be transposed, since their blocks lie along K, so each orientation is quantized from bf16.
 
 ========================== ================================= =====================================================
 layout                     shape                             who reads it
@@ -97,7 +97,7 @@ class StoredForm:
     scale_layout: str | None = None  # Where block scales lie
     orientation: str = FORWARD  # ``"forward"`` or ``"backward"``
     extra_zeros: int = 0  # Zeros on the I axis beyond the part's, which the layout itself adds
-    rule: str = "neuron"  # Scale rule of quantised values
+    rule: str = "neuron"  # Scale rule of quantized values
 
     def written(self, weight: str) -> WrittenTensor:
         """Describe it as a tensor of a checkpoint, without its file and checksum."""
@@ -122,7 +122,7 @@ class StoredForm:
 def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None = None) -> tuple[StoredForm, ...]:
     """Describe the tensors that will hold one rank's part of `weight`; `rank` is None where nothing is split.
 
-    Values, then their scales if quantised, for each orientation in turn. A size that does not fit is a ConversionError.
+    Values, then their scales if quantized, for each orientation in turn. A size that does not fit is a ConversionError.
     """
     part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
     if not _is_quantized(weight, options):
@@ -173,7 +173,7 @@ def _pad_rule(weight: FusedWeight, options: ConvertOptions) -> PadRule | None:
         return lambda axis, size: _up(size, TILE if axis == "H" else 2 * MX_BLOCK)
     if options.swizzled and (_is_quantized(weight, options) or not options.quantized):
         # MLP kernels with prepared weights: 128s, but not 384, which the forward kernel takes as one tile when it
-        # quantises an operand itself, while a prepared one has tiles of 256 and 128: the two cannot be multiplied
+        # quantizes an operand itself, while a prepared one has tiles of 256 and 128: the two cannot be multiplied
         # (nki-library 2.30 ``mlp_fwd_mxfp8``).
         return lambda axis, size: TILE if _up(size, PARTITIONS) == 384 else _up(size, PARTITIONS)
     return lambda axis, size: _up(size, PARTITIONS)  # MLP kernels: 128s

@@ -129,7 +129,7 @@ def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) ->
     """Cut one source tensor out of a converted weight: the way back of :func:`store`.
 
     `tensors` are all tensors of its weight, of all ranks; `read` takes their places in that list. The result is in the
-    piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the dequantised values for MX.
+    piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the dequantized values for MX.
     """
     out = torch.empty(piece.shape, dtype=WEIGHT_DTYPES[piece.dtype])
     for part, indices in _parts(tensors):

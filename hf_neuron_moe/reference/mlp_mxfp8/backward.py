@@ -145,7 +145,8 @@ def mlp_backward_mxfp8_nki(
     * gate_pre, gate_act, up, intermediate: bf16 ``[S, I]`` checkpoints; missing ones are recomputed (phase 0).
     * clamp_limits: limits of the forward: clamps recomputed pre-activations and masks d_gate and d_up.
     * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. With ``execute="tiles"`` they set
-      the cores, the tiles and the order of the sums. mx_scale_rule as above.
+      the cores, the tiles and the order of the sums.
+    * mx_scale_rule: block scales of what is quantized here, "neuron" (nki 0.5 and later) or "floor" (earlier releases).
 
     Upstream ignores a ``*_T`` tensor without scales and fp8_x4_dtype (other than e4m3); both are errors here.
     """

@@ -17,6 +17,7 @@ from hf_neuron_moe.formats.constants import ScaleRule, SwizzleScheme, choose
 from hf_neuron_moe.formats.scales import kernel_row_counts
 from hf_neuron_moe.reference.described_operand import (
     RAW_DTYPES,
+    UNSCALED,
     MXOperand,
     TensorDescriptor,
     check_layout,
@@ -182,7 +183,7 @@ class KernelCall:
         quantized, swizzled = scales is not None, self.call.get(f"{prefix}_is_swizzled", False)
         check_flags({f"{prefix}_is_swizzled": swizzled})
         if not quantized and not swizzled:
-            check_dtype(data, raw_dtypes, argument)
+            check_dtype(data, raw_dtypes, argument, UNSCALED)
             check_shape(data, (None, None), raw_shape, argument)
         check_layout(data, swizzled=swizzled or quantized, quantized=quantized, argument=argument)
         if scales is not None:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_neuron_moe.convert.layout.orientations import BF16_FUSED
 from hf_neuron_moe.errors import ConversionError
 from hf_neuron_moe.patching.discovery import discover
-from hf_neuron_moe.quantizers.bf16_loader import Landing
+from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
 from hf_neuron_moe.quantizers.shard_layouts import TENSORS_KEY, StoredTensor, read_stored
 
 H, I = 32, 48  # noqa: E741
@@ -38,10 +38,10 @@ def test_padding_is_cut_off_and_halves_get_memory_of_their_own(padding: dict[str
         for role, value in wide.items()
     }
     assert [tensor.sizes(gate_up=role == "gate_up_proj") for role, tensor in stored.items()] == [(H, I), (H, I)]
-    landing = Landing(discover(model)[0], stored)
+    loader = Bf16Loader(discover(model)[0], stored)
     for role, value in wide.items():
-        landing.get_submodule(role).weight = nn.Parameter(value)
-    block = landing.hand_over("stock")
+        loader.get_submodule(role).weight = nn.Parameter(value)
+    block = loader.hand_over("stock")
     weights = [block.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down")]
     assert all(torch.equal(weight, value) for weight, value in zip(weights, (gate, up, down), strict=True))
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 3
