@@ -116,6 +116,6 @@ def test_a_model_that_does_not_say_its_top_k_has_no_figure() -> None:
 
 def test_frozen_blocks_keep_all_of_up_and_repeat_none_of_it() -> None:
     """The last eighth of up is left out only where a weight gradient reads the input, and so could give it again."""
-    trained, frozen = (SavedBlock("mxfp8", 64, 1024, None, frozen=frozen) for frozen in (False, True))
+    trained, frozen = (SavedBlock("mxfp8", 64, 1024, None, quantized=quantized) for quantized in (False, True))
     assert recomputed_flops(frozen, "minimal") == recomputed_flops(frozen, "gate_pre+up")
     assert recomputed_flops(trained, "minimal") == recomputed_flops(trained, "gate_pre+up") + 2 * 64 * 128

@@ -62,12 +62,11 @@ def test_a_name_of_a_documented_kernel_is_one_in_its_own_file_only(tmp_path: Pat
     names = code_figures.documented_names(repo_root)
     assert (("reference", "mlp_mxfp8", "forward"), "mlp_forward_mxfp8") in names
     (tmp_path / "docs").mkdir()
-    document = '[[system]]\n[[system.function]]\nname = "kernel"\n'
-    (tmp_path / "docs" / "kernels.toml").write_text(document, encoding="utf-8")
     (tmp_path / "docs" / "architecture.md").write_text("# Architecture\n", encoding="utf-8")
     package, long = tmp_path / "hf_neuron_moe", "def kernel(a, b, c, d, e, f, g, h):\n    return a\n"
     for name, text in {
         "kernels/__init__.py": "from hf_neuron_moe.reference.own import kernel as kernel\n",
+        "reference/specification/own.toml": '[[function]]\nname = "kernel"\n',
         "reference/own.py": long + "class Other:\n" + "".join(f"    {line}\n" for line in long.splitlines()),
         "reference/other.py": long,
     }.items():
