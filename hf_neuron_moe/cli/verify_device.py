@@ -34,7 +34,7 @@ def verify_device(
     backend: Annotated[str, choice(NEURON_BACKENDS, text="nki-sim runs the kernels in NKI's simulator.")] = "neuron",
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="Such as neuron:3. Default: neuron:0.")] = None,
     accumulation: Annotated[
-        str, choice(ACCUMULATIONS, text="device: bf16 experts beside the kernels' own rounding, within tighter bounds.")
+        str, choice(ACCUMULATIONS, text="device: compare bf16 experts with a reference that rounds as the kernels do.")
     ] = ACCUMULATIONS[0],
     as_json: Json = False,
 ) -> None:

@@ -51,7 +51,16 @@ __all__ = [
 ReturnT = TypeVar("ReturnT")
 Call = dict[str, Any]
 _DOCUMENTED = signatures("2_30")
-_OWN = dict.fromkeys(("moe_cte", "blockwise_mm_bwd"), ("limits",))  # this package's, by keyword
+_OWN = (
+    *("convention", "device_limits", "limits", "mx_scale_rule", "execute", "accumulation", "upstream_bugs"),
+    *("down_proj_bias", "upstream_affinity_grad"),
+)
+"""Arguments of this package, by keyword, that the functions here have where their later forms have them."""
+_LATER = {
+    "mlp_backward_mxfp8_nki": "mlp_backward_mxfp8_nki_2_30",
+    "get_config_for_shape": "get_backward_config_for_shape",
+}
+"""By name: the function of ``hf_neuron_moe.kernels`` that computes, where it is another name."""
 _NAMES = {"nl.bfloat16": torch.bfloat16, "float8_e4m3fn_x4": torch.float8_e4m3fn}
 
 
@@ -73,8 +82,11 @@ def _documented(compute: Callable[[Call], ReturnT]) -> Callable[..., ReturnT]:
     parameters = [
         inspect.Parameter(argument, kind, default=default) for (argument, *_), default in zip(declared, defaults)
     ]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters += [inspect.Parameter(own, keyword, default=None) for own in _OWN.get(name, ())]
+    names = {parameter.name for parameter in parameters}
+    later = inspect.signature(getattr(kernels, _LATER.get(name, name))).parameters
+    parameters += [
+        later[own].replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in _OWN if own in later.keys() - names
+    ]
     signature = inspect.Signature(parameters)
 
     @public
@@ -181,7 +193,8 @@ def mlp_backward_mxfp8_base_nki(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     hidden_states_td and hidden_td are not read: the phases take their transposes.
     """
     options: Call = scheduling(call)
-    step = {name: options[name] for name in _STEP} | {"run_with_lnc2": False}
+    own = {name: call[name] for name in ("mx_scale_rule", "execute")}
+    step = {name: options[name] for name in _STEP} | {"run_with_lnc2": False} | own
     bf16 = torch.bfloat16
     for name in ("output_grad_td", "down_weight_T_td"):
         check_descriptor(call[name], name)
@@ -203,6 +216,13 @@ def mlp_backward_mxfp8_base_nki(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     compute_phase4_down_weight_grad_mxfp8(d_down, call["output_grad_T_td"], call["hidden_T_td"], 0, bf16, **step)
     note_launch("mlp_backward_mxfp8_base_nki", options)
     return dx.data, d_weight.data, d_down.data
+
+
+def __getattr__(name: str) -> Any:
+    """Return what this release shares with ``hf_neuron_moe.kernels``: records, enums and the other functions."""
+    if name in kernels.__all__:
+        return getattr(kernels, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _HALVES = ("d_gate_td", "d_up_td")

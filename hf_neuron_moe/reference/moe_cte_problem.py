@@ -110,10 +110,10 @@ def check_arguments(given: Arguments) -> Problem:
     experts, inner = sizes["E"], sizes["I"]
     scales = read_scales(given, experts, inner)
     check_rules(always(given))
+    check_sink_row(vars(given), given.skip_dma)
     if given.limited:
         check_rules(device_limits(given, sizes))
         _check_fp8_range(given)
-    check_sink_row(vars(given), given.skip_dma)
     plan = block_rows(given.token_position_to_id, given.block_to_expert, given.block_size, given.tokens, experts)
     _check_plan(plan, given, experts)
     check_rules(_condition_rules(given, plan, experts))

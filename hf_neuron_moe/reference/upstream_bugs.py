@@ -10,6 +10,7 @@ reads an undefined variable with NO_SCALE. The backward of 2.29 leaves affinity 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments, Optio
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_cte_problem import Place, Problem, check_arguments
 from hf_neuron_moe.reference.moe_cte_scales import Scales
-from hf_neuron_moe.reference.moe_types import ActFnType, BlockShardStrategy, MoECTEImplementation as Kind
+from hf_neuron_moe.reference.moe_types import ActFnType, BlockShardStrategy, MoECTEImplementation as Kind, bound
 
 FORWARD = {
     "pre_scale_first_tile": "2.29 and later, shard_on_i with PRE_SCALE: slots from 512 on get the affinities of slots "
@@ -120,7 +121,9 @@ def with_backward_bugs(given: BackwardArguments, options: Options) -> tuple[Back
 
 def _check_names(names: tuple[str, ...], known: Mapping[str, str], applying: tuple[str, ...]) -> None:
     for name in names:
-        fix = f"known_bugs returns the names that can change a call.{nearest(name, list(known))}"
+        fix = (
+            f"known_bugs returns the names that can change a call.{'' if name in known else nearest(name, list(known))}"
+        )
         rule = f"made of the faults of this call ({', '.join(applying) or 'none'})"
         check_rules([Rule(name in applying, "upstream_bugs", rule, repr(name), fix)])
 
@@ -129,12 +132,15 @@ def _check_names(names: tuple[str, ...], known: Mapping[str, str], applying: tup
 def known_bugs(kernel: str, /, **arguments: Any) -> tuple[str, ...]:
     """Return the names for `upstream_bugs` that can change the values of a call of `kernel`.
 
-    `kernel` is ``"moe_cte"`` or ``"blockwise_mm_bwd"``, `arguments` are those of the call.
+    `kernel` is ``"moe_cte"`` or ``"blockwise_mm_bwd"``, `arguments` are those of the call. Limits of the device, which
+    guard against some faults, are not looked at.
     """
-    if kernel == "moe_cte":
-        return forward_bugs(check_arguments(Arguments(**arguments)))
-    if kernel != "blockwise_mm_bwd":
+    records: dict[str, Any] = {"moe_cte": Arguments, "blockwise_mm_bwd": BackwardArguments}
+    if kernel not in records:
         expected = "'moe_cte' or 'blockwise_mm_bwd'"
         raise ConfigError.about("kernel", expected, repr(kernel), "No faults of other kernels are known.")
-    given = BackwardArguments(**arguments)
+    bound(kernel, inspect.signature(records[kernel]), (), arguments)
+    given = records[kernel](**{**arguments, "device_limits": False, "limits": None})
+    if isinstance(given, Arguments):
+        return forward_bugs(check_arguments(given))
     return backward_bugs(given, check_options(given))

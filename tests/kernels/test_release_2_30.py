@@ -213,6 +213,24 @@ def test_get_config_for_shape_is_the_backwards_here_and_the_forwards_later() -> 
         assert where in kernels.__all__  # what a message names can be imported
 
 
+def test_the_rest_is_that_of_later_releases() -> None:
+    assert release_2_30.MoECTESpec is kernels.MoECTESpec and release_2_30.router_topk is kernels.router_topk
+    assert release_2_30.ShardOption is not kernels.ShardOption
+    with pytest.raises(AttributeError, match="has no attribute 'moe_tkg'"):
+        release_2_30.moe_tkg  # noqa: B018
+
+
+def test_this_packages_arguments_are_taken_by_keyword() -> None:
+    given = moe_cte_calls.arguments()
+    assert torch.equal(release_2_30.moe_cte(**given, execute="tiles"), release_2_30.moe_cte(**given))
+    operands = mlp_operands(128, 128, 128)
+    fast, tiles = (release_2_30.mlp_backward_mxfp8_nki(**operands, execute=way) for way in ("fast", "tiles"))
+    for one, other in zip(fast, tiles):
+        assert (one.float() - other.float()).abs().max() <= 2**-7 * one.float().abs().max(), "the order of fp32 sums"
+    with refused(ConfigError, "execute", got="'slow'"):
+        release_2_30.mlp_backward_mxfp8_nki(**operands, execute="slow")
+
+
 def test_wrong_calls_name_the_function_and_the_argument() -> None:
     given = {name: TensorDescriptor(tensor) for name, tensor in mlp_operands(128, 128, 128).items()}
     arguments = {

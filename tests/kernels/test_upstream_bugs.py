@@ -154,6 +154,13 @@ def test_device_limits_let_the_faults_be_computed() -> None:
     moe_cte(**given, upstream_bugs=("pre_scale_first_tile",))
 
 
+def test_known_bugs_looks_behind_the_limits_that_guard_against_them() -> None:
+    given = call("shard_on_i", 600, expert_affinities_scaling_mode=Mode.PRE_SCALE)
+    assert known_bugs("moe_cte", **given | {"device_limits": True}) == known_bugs("moe_cte", **given) != ()
+    with pytest.raises(TypeError, match=r"moe_cte\(\) got an unexpected keyword argument 'foo'"):
+        known_bugs("moe_cte", **given, foo=1)
+
+
 @pytest.mark.parametrize("names", [("mx_bias_twice",), ("pre_scale",), ["mx_bias_twice"], (1,)])
 def test_names_that_do_not_apply(names: Any) -> None:
     given = call("shard_on_i", 4)
