@@ -12,15 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import (
-    Rule,
-    check_dtype,
-    check_layouts,
-    check_record,
-    check_rules,
-    check_same_device,
-    shown,
-)
+from hf_neuron_moe.checks import Rule, check_dtype, check_layouts, check_record, check_rules, check_same_device, shown
 from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, BlockRows, check_block_size
 from hf_neuron_moe.reference.execution import execution_rules
