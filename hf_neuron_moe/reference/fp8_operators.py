@@ -60,12 +60,10 @@ def fp8_silu_backward(
     s_x: Tensor,
     g: Tensor,
     QB: int,
-    fp8type: str | torch.dtype,
-    stochastic: bool = False,
-    output_quantized_transpose: bool = False,
+    fp8type: str | torch.dtype, stochastic: bool = False, output_quantized_transpose: bool = False,
     *,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Differentiate SiLU at FP8 values: ``y = bf16((s + v*s*(1-s)) * g)`` with ``s = sigmoid(v)``.
 
     * x: FP8 codes of the pre-activation (``gate``). s_x: their scales ``[..., N/QB]``.
@@ -133,12 +131,10 @@ def fp8_mul_backward(
     s_x2: Tensor,
     g: Tensor,
     QB: int,
-    fp8type: str | torch.dtype,
-    stochastic: bool = False,
-    output_quantized_transpose: bool = False,
+    fp8type: str | torch.dtype, stochastic: bool = False, output_quantized_transpose: bool = False,
     *,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Differentiate ``x1 * x2``: the gradients towards both factors, the second optionally in FP8.
 
     ``y1 = bf16(g * v2)`` and ``y2 = bf16(g * v1)`` with ``v = code * scale`` in fp32.

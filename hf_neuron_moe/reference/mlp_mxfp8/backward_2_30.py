@@ -72,9 +72,7 @@ def mlp_backward_mxfp8_nki_2_30(
     gate_act_scratch: Tensor,
     up_scratch: Tensor,
     hidden_scratch: Tensor,
-    gate_pre: Tensor | None = None,
-    gate_act: Tensor | None = None,
-    up: Tensor | None = None,
+    gate_pre: Tensor | None = None, gate_act: Tensor | None = None, up: Tensor | None = None,
     hidden: Tensor | None = None,
     run_with_lnc2: bool = True,
     phase1_tiles_m: int = 8, phase1_tiles_n: int = 1, phase1_tiles_k: int = 8,
@@ -83,8 +81,7 @@ def mlp_backward_mxfp8_nki_2_30(
     phase4_tiles_m: int = 4, phase4_tiles_n: int = 1, phase4_tiles_k: int = 8,
     recompute_tiles_m: int = 8, recompute_tiles_n: int = 1, recompute_tiles_k: int = 8,
     fp8_x4_dtype: object = torch.float8_e4m3fn,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True,
     output_grad_scales: Tensor | None = None, output_grad_is_swizzled: bool = False,
     down_weight_scales: Tensor | None = None, down_weight_is_swizzled: bool = False,
     gate_weight_scales: Tensor | None = None, gate_weight_is_swizzled: bool = False,
@@ -95,8 +92,7 @@ def mlp_backward_mxfp8_nki_2_30(
     output_grad_T_scales: Tensor | None = None, output_grad_T_is_swizzled: bool = False,
     hidden_T_scales: Tensor | None = None, hidden_T_is_swizzled: bool = False,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
+    mx_scale_rule: str = "neuron", execute: str = "fast",
 ) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.30 (there ``mlp_backward_mxfp8_nki``).
 

@@ -57,21 +57,15 @@ def mlp_forward_mxfp8(
     gate_up_weights: Tensor,
     down_weights: Tensor,
     *,
-    save_gate_pre: bool = False,
-    save_gate_act: bool = False,
-    save_up: bool = False,
-    save_hidden: bool = False,
+    save_gate_pre: bool = False, save_gate_act: bool = False, save_up: bool = False, save_hidden: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     use_scale_packing: bool = True,
     hidden_scales: Tensor | None = None,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
-    hidden_is_swizzled: bool = False,
-    gate_up_is_swizzled: bool = False,
-    down_is_swizzled: bool = False,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> MLPForward:
+    hidden_is_swizzled: bool = False, gate_up_is_swizzled: bool = False, down_is_swizzled: bool = False,
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> MLPForward:  # fmt: skip
     """Compute what ``mlp_forward_mxfp8_nki`` computes; every buffer is returned, no argument is written to.
 
     Each operand comes raw (hidden ``[S, H]``, gate_up_weights ``[2I, H]``, down_weights ``[H, I]``), pre-swizzled
@@ -114,30 +108,20 @@ def mlp_forward_mxfp8_nki(
     down_weights: Tensor,
     intermediate_hbm: Tensor,
     run_with_lnc2: bool = True,
-    gate_up_tiles_m: int = 8,
-    gate_up_tiles_n: int = 1,
-    gate_up_tiles_k: int = 8,
-    down_tiles_m: int = 8,
-    down_tiles_n: int = 1,
-    down_tiles_k: int = 8,
+    gate_up_tiles_m: int = 8, gate_up_tiles_n: int = 1, gate_up_tiles_k: int = 8,
+    down_tiles_m: int = 8, down_tiles_n: int = 1, down_tiles_k: int = 8,
     fp8_x4_dtype: object = torch.float8_e4m3fn,
-    save_gate_pre: Tensor | None = None,
-    save_gate_act: Tensor | None = None,
-    save_up: Tensor | None = None,
+    save_gate_pre: Tensor | None = None, save_gate_act: Tensor | None = None, save_up: Tensor | None = None,
     save_hidden: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True,
     hidden_scales: Tensor | None = None,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
-    hidden_is_swizzled: bool = False,
-    gate_up_is_swizzled: bool = False,
-    down_is_swizzled: bool = False,
+    hidden_is_swizzled: bool = False, gate_up_is_swizzled: bool = False, down_is_swizzled: bool = False,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> Tensor:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> Tensor:  # fmt: skip
     """Run the forward as documented for nki-library 2.30 to 2.33; return the output ``[S, H]`` of `dtype`.
 
     Operands and errors are those of :func:`mlp_forward_mxfp8`. intermediate_hbm, bf16 ``[S, I]``, receives the
@@ -170,29 +154,18 @@ def mlp_forward_mxfp8_nki(
 
 @public
 def compute_fused_gate_up_down_mxfp8(
-    hidden_td: TensorDescriptor,
-    gate_up_td: TensorDescriptor,
-    down_w_td: TensorDescriptor,
-    int_td: TensorDescriptor,
-    output_td: TensorDescriptor,
+    hidden_td: TensorDescriptor, gate_up_td: TensorDescriptor, down_w_td: TensorDescriptor,
+    int_td: TensorDescriptor, output_td: TensorDescriptor,
     s_base_offset: int,
     dtype: torch.dtype,
-    TILES_IN_BLOCK_M: int = 8,
-    TILES_IN_BLOCK_N_GU: int = 1,
-    TILES_IN_BLOCK_K_GU: int = 8,
-    TILES_IN_BLOCK_M_DOWN: int = 8,
-    TILES_IN_BLOCK_N_DOWN: int = 1,
-    TILES_IN_BLOCK_K_DOWN: int = 8,
-    save_gate_pre_td: TensorDescriptor | None = None,
-    save_gate_act_td: TensorDescriptor | None = None,
+    TILES_IN_BLOCK_M: int = 8, TILES_IN_BLOCK_N_GU: int = 1, TILES_IN_BLOCK_K_GU: int = 8,
+    TILES_IN_BLOCK_M_DOWN: int = 8, TILES_IN_BLOCK_N_DOWN: int = 1, TILES_IN_BLOCK_K_DOWN: int = 8,
+    save_gate_pre_td: TensorDescriptor | None = None, save_gate_act_td: TensorDescriptor | None = None,
     save_up_td: TensorDescriptor | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Run one core's share of the forward: rows from s_base_offset on, half of S under LNC2, otherwise all of S.
 
     * hidden_td (F = S, K = H), gate_up_td (F = 2I, K = H), down_w_td (F = H, K = I): operands in any mode.

@@ -33,9 +33,10 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     check_config,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config
-from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk, cut
+from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
 from hf_neuron_moe.reference.moe_types import ClampLimits
 from hf_neuron_moe.reference.specification import multiples
+from hf_neuron_moe.reference.tiled_product import cut
 
 _SHARED = multiples("mlp_forward", when="run_with_lnc2")
 BF16 = (torch.bfloat16,)
@@ -154,7 +155,7 @@ class KernelCall:
 
     def cores(self, size: int) -> list[slice]:
         """Return the rows that a whole function works on at a time: all, with tiles those of one core."""
-        halves = cut(slice(0, size), size // 2 if self.lnc2 else size)
+        halves = cut(size, size // 2 if self.lnc2 else size)
         return halves if self.execute == "tiles" else [slice(0, size)]
 
     def counted_walk(self, size: Sizes, arguments: tuple[str, ...]) -> TileWalk | None:
