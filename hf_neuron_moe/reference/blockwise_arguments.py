@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import Rule, check_dtype, check_layouts, check_record, check_rules, check_same_device, shown
 from hf_neuron_moe.errors import ConfigError, ShapeError
-from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, BlockRows, check_block_size
-from hf_neuron_moe.reference.execution import execution_rules
+from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, BlockRows, check_block_size, execution_rules
 from hf_neuron_moe.reference.moe_types import (
     BLOCKINGS,
     ActFnType,
@@ -28,19 +27,12 @@ from hf_neuron_moe.reference.moe_types import (
     as_member,
     check_switches,
 )
-from hf_neuron_moe.reference.specification import (
-    broken,
-    check_documented_values,
-    check_limits,
-    dtype_name,
-    selected,
-    unsupported,
-)
+from hf_neuron_moe.reference.specification import broken, check_documented_values, check_limits, dtype_name, selected
 
 RELEASES = ("2.29", "2.31")
 _FAMILY = "blockwise_backward"
 _ROWS = {release: selected(_FAMILY, "kernel", release=release) for release in RELEASES}
-_PAGE_ROWS, _UNSUPPORTED = selected(_FAMILY, "documented"), unsupported(_FAMILY)
+_PAGE_ROWS = selected(_FAMILY, "documented")
 _OPTIONAL = ("down_proj_act_checkpoint", "down_proj_bias")
 _LAYOUTS = LAYOUTS | {
     "gate_up_proj_act_checkpoint_T": "[N, 2, I, B]",
@@ -147,7 +139,7 @@ def check_options(given: BackwardArguments) -> Options:
     """Check what is no tensor."""
     check_switches(given)
     check_limits(given.limits, given.device_limits)
-    check_documented_values(_UNSUPPORTED, vars(given))
+    check_documented_values(_FAMILY, vars(given))
     _check_blocking(given.blocking_params)
     check_block_size(given.block_size)
     check_record(given.skip_dma, SkipMode, "skip_dma")

@@ -15,8 +15,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.gating import Limits
 from hf_neuron_moe.checks import Rule, check_record, check_rules, shown
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.reference.block_rows import FLOATS, check_block_size
-from hf_neuron_moe.reference.execution import execution_rules
+from hf_neuron_moe.reference.block_rows import FLOATS, check_block_size, execution_rules
 from hf_neuron_moe.reference.moe_types import (
     NO_SKIP,
     ActFnType,
@@ -29,12 +28,11 @@ from hf_neuron_moe.reference.moe_types import (
     check_switches,
     is_number,
 )
-from hf_neuron_moe.reference.specification import check_documented_values, check_limits, unsupported
+from hf_neuron_moe.reference.specification import check_documented_values, check_limits
 
 CONVENTIONS = ("device", "golden")
 GATE_LIMITS = ("gate_clamp_upper_limit", "gate_clamp_lower_limit")
 UP_LIMITS = ("up_clamp_upper_limit", "up_clamp_lower_limit")
-_UNSUPPORTED = unsupported("moe_cte")
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def resolved(given: Arguments) -> Arguments:
     check_record(given.skip_dma, SkipMode, argument="skip_dma", optional=False)
     check_switches(given)
     check_limits(given.limits, given.device_limits)
-    check_documented_values(_UNSUPPORTED, vars(given))
+    check_documented_values("moe_cte", vars(given))
     name = "expert_affinities_scaling_mode"
     mode = as_member(given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument=name)
     activation = as_member(given.activation_function, ActFnType, argument="activation_function")

@@ -76,8 +76,6 @@ def mlp_backward_mxfp8(
       groups other values unless I is a multiple of 512, and groups a contraction of exactly 384 as one tile.
     * Release 2.31 only: pre-quantized operands with scales, use_scale_packing, clamp_limits and matmul_config, as in
       :func:`mlp_backward_mxfp8_nki`. Release 2.30's are in ``mlp_backward_mxfp8_nki_2_30``.
-    * mx_scale_rule: block scales of what is quantized here, ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier).
-    * execute: ``"fast"``, or ``"tiles"`` for the kernel's loops on one core.
     """
     kernel = KernelCall("mlp_backward_mxfp8", locals())
     if release not in RELEASES:
@@ -128,11 +126,6 @@ def mlp_backward_mxfp8_nki(
     * Pre-quantized with scales, x4 or float8_e4m3fn with four times the columns: gate_up_weight_T ``[2I/4, H]``,
       swizzled as one tensor with K = 2I; down_weight_T ``[H/4, I]``; output_grad_T and hidden_states_T ``[S/4, H]``.
     * gate_pre, gate_act, up, intermediate: bf16 ``[S, I]`` checkpoints; missing ones are recomputed (phase 0).
-    * clamp_limits: limits of the forward: clamps recomputed pre-activations and masks d_gate and d_up.
-    * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. With ``execute="tiles"`` they set
-      the cores, the tiles and the order of the sums. mx_scale_rule as above.
-
-    Upstream ignores a ``*_T`` tensor without scales and fp8_x4_dtype (other than e4m3); both are errors here.
     """
     kernel = KernelCall("mlp_backward_mxfp8_nki", locals())
     operands = _describe(kernel)

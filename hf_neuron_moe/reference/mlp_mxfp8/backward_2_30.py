@@ -104,8 +104,6 @@ def mlp_backward_mxfp8_nki_2_30(
       ``[S, I]``, those of checkpoints where these are missing (of gate_pre and up both, if either is).
     * S and I are multiples of 128, H too while an operand contracted over H is raw, all even for run_with_lnc2. Raw and
       prepared operands are never mixed on a contraction of 384 (d_gate, d_up and their transposes are always raw).
-    * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
-    * execute: ``"fast"``, or ``"tiles"``: the kernel's loops, in which the tile counts set the order of the sums.
     """
     kernel = KernelCall("mlp_backward_mxfp8_nki_2_30", locals())
     call = kernel.call

@@ -75,11 +75,8 @@ def mlp_forward_mxfp8(
     * S is a multiple of 8, I of 128, and H of 128 unless both its users are prepared. Raw tensors are bf16 or fp16,
       gate rows before up rows. Raw and prepared operands are never mixed on a contraction of 384 (upstream: garbage).
     * save_*: return the pre-activations, ``silu(gate)`` and ``silu(gate) * up``, each rounded once from fp32.
-    * dtype: of the output and the checkpoints: bf16, or fp32 to see the accumulators (down reads bf16 either way).
-    * use_scale_packing: whether given scales (uint8 or float8_e8m0fnu) are packed or oversized.
-    * mx_scale_rule: block scales of what is quantized here: ``"neuron"`` (nki 0.5 and later, ``2^(emax - 7)``) or
-      ``"floor"`` (earlier, ``2^(emax - 8)``).
-    * execute: ``"fast"``, or ``"tiles"`` for the kernel's loops on one core with its default tile counts.
+    * dtype: of the output and the checkpoints (down reads a bf16 intermediate either way).
+    * execute: ``"tiles"`` walks the loops of one core with the kernel's default tile counts.
     """
     kernel = KernelCall("mlp_forward_mxfp8", locals())
     call, saves = kernel.call, ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
@@ -128,8 +125,7 @@ def mlp_forward_mxfp8_nki(
     intermediate, or save_hidden where it is given; save_gate_pre, save_gate_act and save_up, ``[S, I]`` bf16 or fp32,
     receive the fp32 values, cast once. run_with_lnc2 needs an even S, fp8_x4_dtype is e4m3.
 
-    Upstream is silent and wrong about scales in the other layout, operands that do not fit each other and mixed modes
-    at a contraction of 384, and ignores fp8_x4_dtype: all of these are errors here.
+    Upstream is silent and wrong about operands that do not fit each other, which are errors here.
     """
     kernel = KernelCall("mlp_forward_mxfp8_nki", locals())
     call, tds = kernel.call, _describe(kernel)
@@ -171,7 +167,7 @@ def compute_fused_gate_up_down_mxfp8(
     * hidden_td (F = S, K = H), gate_up_td (F = 2I, K = H), down_w_td (F = H, K = I): operands in any mode.
     * int_td (bf16 ``[S, I]``) and output_td (``[S, H]`` of `dtype`, bf16 or fp32): this core's rows are overwritten.
       Under LNC2 output_td may also be this core's slice, ``[S/2, H]``.
-    * save_gate_pre_td, save_gate_act_td, save_up_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
+    * save_*_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
     """
     step = KernelCall("compute_fused_gate_up_down_mxfp8", locals(), lone_384=True)
     names = ("hidden_td", "gate_up_td", "down_w_td")

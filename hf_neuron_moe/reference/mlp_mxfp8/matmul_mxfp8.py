@@ -61,7 +61,6 @@ def quantize_block_mxfp8_kernel(
     * return_fp8_dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``. The data are plain fp8 ``[K/4, 4F]``, swizzled.
     * enable_scale_packing: uint8 scales ``[128*ceil(K/2048), F]``, otherwise oversized ``[K/4, F]``. Rows without a
       scale are 0 here and undefined on the device.
-    * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier).
     """
     check_dtype(src_tensor, RAW_DTYPES, "src_tensor")
     check_shape(src_tensor, (None, None), "[F, K]", "src_tensor")

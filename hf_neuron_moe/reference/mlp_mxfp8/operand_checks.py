@@ -15,6 +15,7 @@ from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, not_one_of
 from hf_neuron_moe.formats.constants import ScaleRule, SwizzleScheme, choose
 from hf_neuron_moe.formats.scales import kernel_row_counts
+from hf_neuron_moe.reference.block_rows import EXECUTIONS
 from hf_neuron_moe.reference.described_operand import (
     RAW_DTYPES,
     MXOperand,
@@ -128,8 +129,8 @@ class KernelCall:
         self.lone_384: bool = call.get("lone_384", lone_384)
         self.rule = choose(ScaleRule, call.get("mx_scale_rule", ScaleRule.NEURON), argument="mx_scale_rule")
         self.execute: str = call.get("execute", "fast")
-        if self.execute not in ("fast", "tiles"):
-            raise not_one_of("execute", self.execute, ("fast", "tiles"))
+        if self.execute not in EXECUTIONS:
+            raise not_one_of("execute", self.execute, EXECUTIONS)
         self._launch = kernel, scheduling(call)
         check_flags({"lone_384": self.lone_384})
         check_record(call.get("clamp_limits"), ClampLimits, "clamp_limits")

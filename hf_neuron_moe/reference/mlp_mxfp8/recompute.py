@@ -53,8 +53,8 @@ def recompute_gate_up_projection(
     * gate_pre_td, up_td: bf16; None is not computed (upstream always stores both).
     * clamp_limits: the fp32 accumulators become ``max(min(x, upper), lower)`` before they are rounded; gate takes the
       non-linear limits and up the linear ones.
-    * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
-    * lone_384: group raw K = 384 as release 2.30 does. execute: ``"tiles"`` walks the tiles of gate_config.
+    * gate_config, whose tiles are walked, and up_config: for M, K, N = S, H, I (half of S under LNC2), with the same
+      tiles of the hidden states.
     """
     step = KernelCall("recompute_gate_up_projection", locals(), _STORED)
     hidden, gate_up = step.pair("hidden_td", "gate_up_td", "[2I, H]")
