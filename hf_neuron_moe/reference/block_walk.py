@@ -53,8 +53,9 @@ from hf_neuron_moe.backends.torch.tiles import Span
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import TILE
 from hf_neuron_moe.reference.expert_rows import ExpertRows, epilogue_loader, quantized_hidden
-from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
+from hf_neuron_moe.reference.moe_cte_problem import Problem
 from hf_neuron_moe.reference.moe_cte_rules import BLOCK, HYBRID, MX
+from hf_neuron_moe.reference.moe_cte_saved import saved_buffers
 from hf_neuron_moe.reference.moe_types import BlockShardStrategy
 from hf_neuron_moe.reference.tiled_product import BANK, PARTITIONS, cut, tiled_product
 from hf_neuron_moe.reference.upstream_bugs import reduced_rows, with_down_bias
@@ -163,11 +164,7 @@ class BlockWalk:
         outputs = CORES if given.kind in BLOCK else 1
         running = self.dtype if self.device else torch.float32
         self.total_CTH = self.hidden_TH.new_zeros((outputs, *self.hidden_TH.shape), dtype=running)
-        size = (problem.rows.blocks, 2, problem.inner, given.block_size)
-        saved = self.hidden_TH.new_empty(size, dtype=problem.saved_dtype) if problem.saves else None
-        self.gate_up_N2IB, self.down_NBH = saved, None
-        if saved is not None and problem.place is not Place.INTERMEDIATE:
-            self.down_NBH = saved.new_empty((size[0], given.block_size, problem.hidden.shape[1]))
+        self.gate_up_N2IB, self.down_NBH = saved_buffers(problem)
         self.loaded: tuple[int, FFNWeights] | None = None
 
     @cached_property

@@ -31,6 +31,7 @@ Sources: nki-library 2.30 ``mlp_fwd_mxfp8``, ``mlp_bwd_mxfp8`` and ``matmul_mxfp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -90,12 +91,8 @@ def _sum_in_psum(
     left: MXOperand, m: slice, right: MXOperand, n: slice, k_tiles: Sequence[slice], spilled: Spilled
 ) -> Tensor:
     """Return the fp32 sum over the K tiles of one block for one tile of the result, in the order of K."""
-    psum = None
-    for k in k_tiles:
-        product = nc_matmul_mx(_reload(left, m, k, spilled), _reload(right, n, k, spilled))
-        psum = product if psum is None else psum + product
-    assert psum is not None
-    return psum
+    products = (nc_matmul_mx(_reload(left, m, k, spilled), _reload(right, n, k, spilled)) for k in k_tiles)
+    return functools.reduce(torch.add, products)
 
 
 def _reload(operand: MXOperand, f: slice, k: slice, spilled: Spilled) -> MXTensor:
@@ -108,7 +105,9 @@ def _reload(operand: MXOperand, f: slice, k: slice, spilled: Spilled) -> MXTenso
 
 def nc_matmul_mx(stationary: MXTensor, moving: MXTensor) -> Tensor:
     """Return the fp32 product ``[M, N]`` of two swizzled tiles: a sum over partitions and the 4 values of a word."""
-    return torch.mm(_values(stationary), _values(moving).t())
+    tiles = (unswizzle(dequantize_mx(tile.codes, tile.scales), "1x32") for tile in (stationary, moving))
+    left_MK, right_NK = tiles  # exact fp32 values; a row holds partition after partition, four values each
+    return torch.mm(left_MK, right_NK.t())
 
 
 def k_blocks(operand: MXOperand, config: MatmulMxfp8KernelConfig) -> list[list[slice]]:
@@ -123,8 +122,3 @@ def k_blocks(operand: MXOperand, config: MatmulMxfp8KernelConfig) -> list[list[s
                 block = k.start // (config.tile_k * config.TILES_IN_BLOCK_K)
                 blocks.setdefault(block, []).append(slice(k.start // LANES, k.stop // LANES))
     return list(blocks.values())
-
-
-def _values(tile: MXTensor) -> Tensor:
-    """Return exact fp32 values ``[F', K']``; a row holds partition after partition, four values each."""
-    return unswizzle(dequantize_mx(tile.codes, tile.scales), "1x32")
