@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -159,6 +158,7 @@ class BlockWalk:
         loader = epilogue_loader(problem)
         self.scratch, self.operand = loader.scratch, loader.compute.rounded
         self.hidden_TH = quantized_hidden(problem, loader.scratch)
+        self.sink = len(self.hidden_TH) - 1  # T
         self.device = given.accumulation == "device"
         self.dtype = given.accumulation_dtype or given.hidden_states.dtype
         outputs = CORES if given.kind in BLOCK else 1
@@ -166,11 +166,6 @@ class BlockWalk:
         self.total_CTH = self.hidden_TH.new_zeros((outputs, *self.hidden_TH.shape), dtype=running)
         self.gate_up_N2IB, self.down_NBH = saved_buffers(problem)
         self.loaded: tuple[int, FFNWeights] | None = None
-
-    @cached_property
-    def sink(self) -> int:
-        """T."""
-        return len(self.hidden_TH) - 1
 
     def run(self, turn: Turn) -> None:
         """Compute one block and add it to its output."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_multiple, check_rules
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, not_one_of, public
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, not_one_of, public
 from hf_neuron_moe.formats.constants import ELEMENT_FORMATS, LANES, MX_BLOCK, PATCH_ROWS, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx_swizzled
 from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_counts, to_compact
@@ -201,14 +201,22 @@ def check_raw_axis(td: TensorDescriptor, axis: str, argument: str) -> None:
 class MXOperand:
     """The fp32 values that a matmul sees of one described operand; K, F and `scheme` say how K is grouped.
 
-    Errors name `argument`. With `lone_384` a raw operand with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and
-    the 2.30 backward. `rule` is the block scale rule of an operand that is quantized when loaded.
+    Errors name `argument`, and `where` unless a function around this one names itself. With `lone_384` a raw operand
+    with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward. `rule` is the block scale rule of
+    an operand that is quantized when loaded.
     """
 
     def __init__(
-        self, td: TensorDescriptor, *, argument: str, lone_384: bool = False, rule: ScaleRule = ScaleRule.NEURON
+        self,
+        td: TensorDescriptor,
+        *,
+        where: str = "",
+        argument: str,
+        lone_384: bool = False,
+        rule: ScaleRule = ScaleRule.NEURON,
     ) -> None:
-        check_loadable(td, argument)
+        with naming(where):
+            check_loadable(td, argument)
         self.td, self.rule = td, rule
         self.K, self.F = td.logical_shape
         self.scheme = SwizzleScheme(td.quant_scheme)

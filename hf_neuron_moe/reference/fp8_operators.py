@@ -56,9 +56,7 @@ def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
 
 @public
 def fp8_silu_backward(
-    x: Tensor,
-    s_x: Tensor,
-    g: Tensor,
+    x: Tensor, s_x: Tensor, g: Tensor,
     QB: int,
     fp8type: str | torch.dtype, stochastic: bool = False, output_quantized_transpose: bool = False,
     *,
@@ -120,11 +118,7 @@ def fp8_mul_forward(
 
 @public
 def fp8_mul_backward(
-    x1: Tensor,
-    s_x1: Tensor,
-    x2: Tensor,
-    s_x2: Tensor,
-    g: Tensor,
+    x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, g: Tensor,
     QB: int,
     fp8type: str | torch.dtype, stochastic: bool = False, output_quantized_transpose: bool = False,
     *,
@@ -161,11 +155,10 @@ def fp8_division_transpose(
     QB: int,
     fp8type: str | torch.dtype,
     s_y: Tensor | None = None,
-    stochastic: bool = False,
-    only_transposed: bool = False,
+    stochastic: bool = False, only_transposed: bool = False,
     *,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise a whole tensor with one scale and return the codes both ways round.
 
     ``code = fp8(x / s_y)`` with the division in fp32. Magnitudes beyond the format's range saturate.

@@ -47,9 +47,7 @@ class MLPBackward(NamedTuple):
 
 @public
 def mlp_backward_mxfp8(
-    output_grad: Tensor,
-    hidden_states: Tensor,
-    gate_up_weights: Tensor,
+    output_grad: Tensor, hidden_states: Tensor, gate_up_weights: Tensor,
     down_proj_weight: Tensor | None = None,
     *,
     gate_pre: Tensor | None = None, gate_act: Tensor | None = None, up: Tensor | None = None,
@@ -99,8 +97,7 @@ def mlp_backward_mxfp8(
 
 @public
 def mlp_backward_mxfp8_nki(
-    output_grad: Tensor,
-    hidden_states: Tensor,
+    output_grad: Tensor, hidden_states: Tensor,
     down_proj_weight: Tensor | None = None,
     gate_up_weights: Tensor | None = None,
     gate_up_weight_T: Tensor | None = None, gate_up_weight_T_scales: Tensor | None = None,

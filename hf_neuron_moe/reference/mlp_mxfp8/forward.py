@@ -35,6 +35,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, product_tiles
 from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
 from hf_neuron_moe.reference.specification import multiples
+from hf_neuron_moe.reference.tiled_product import cut
 
 _MULTIPLES = multiples("mlp_forward")
 get_config_for_shape = get_forward_config_for_shape
@@ -53,16 +54,12 @@ class MLPForward(NamedTuple):
 
 @public
 def mlp_forward_mxfp8(
-    hidden: Tensor,
-    gate_up_weights: Tensor,
-    down_weights: Tensor,
+    hidden: Tensor, gate_up_weights: Tensor, down_weights: Tensor,
     *,
     save_gate_pre: bool = False, save_gate_act: bool = False, save_up: bool = False, save_hidden: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     use_scale_packing: bool = True,
-    hidden_scales: Tensor | None = None,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
+    hidden_scales: Tensor | None = None, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
     hidden_is_swizzled: bool = False, gate_up_is_swizzled: bool = False, down_is_swizzled: bool = False,
     mx_scale_rule: str = "neuron", execute: str = "fast",
 ) -> MLPForward:  # fmt: skip
@@ -100,10 +97,7 @@ def mlp_forward_mxfp8(
 
 @public
 def mlp_forward_mxfp8_nki(
-    hidden: Tensor,
-    gate_up_weights: Tensor,
-    down_weights: Tensor,
-    intermediate_hbm: Tensor,
+    hidden: Tensor, gate_up_weights: Tensor, down_weights: Tensor, intermediate_hbm: Tensor,
     run_with_lnc2: bool = True,
     gate_up_tiles_m: int = 8, gate_up_tiles_n: int = 1, gate_up_tiles_k: int = 8,
     down_tiles_m: int = 8, down_tiles_n: int = 1, down_tiles_k: int = 8,
@@ -112,9 +106,7 @@ def mlp_forward_mxfp8_nki(
     save_hidden: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     spill_reload: bool = True, use_scale_packing: bool = True,
-    hidden_scales: Tensor | None = None,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
+    hidden_scales: Tensor | None = None, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
     hidden_is_swizzled: bool = False, gate_up_is_swizzled: bool = False, down_is_swizzled: bool = False,
     *,
     mx_scale_rule: str = "neuron", execute: str = "fast",
@@ -136,14 +128,14 @@ def mlp_forward_mxfp8_nki(
     for name in given:
         check_buffer(call[name], (tokens, inner), "[S, I]", name, STORED if name in saves else BF16)
     check_same_device({name: call[name] for name in ("hidden", *given)})
-    cores = kernel.cores(tokens)
-    walks = _walks(kernel, (tokens // (2 if run_with_lnc2 else 1), hidden_size, inner))
+    share = tokens // 2 if run_with_lnc2 else tokens
+    walks = _walks(kernel, (share, hidden_size, inner))
     kernel.launch()
     output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
     saved = {name.removeprefix("save_"): call[name] for name in given if name in saves}
     intermediate = intermediate_hbm if save_hidden is None else save_hidden
     operands = _operands(tds, kernel)
-    for rows in cores:
+    for rows in cut(tokens, share if execute == "tiles" else tokens):
         _run(operands, intermediate, output, saved, rows, walks)
     return output
 
@@ -152,8 +144,7 @@ def mlp_forward_mxfp8_nki(
 def compute_fused_gate_up_down_mxfp8(
     hidden_td: TensorDescriptor, gate_up_td: TensorDescriptor, down_w_td: TensorDescriptor,
     int_td: TensorDescriptor, output_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
+    s_base_offset: int, dtype: torch.dtype,
     TILES_IN_BLOCK_M: int = 8, TILES_IN_BLOCK_N_GU: int = 1, TILES_IN_BLOCK_K_GU: int = 8,
     TILES_IN_BLOCK_M_DOWN: int = 8, TILES_IN_BLOCK_N_DOWN: int = 1, TILES_IN_BLOCK_K_DOWN: int = 8,
     save_gate_pre_td: TensorDescriptor | None = None, save_gate_act_td: TensorDescriptor | None = None,

@@ -134,12 +134,17 @@ def matmul_mxfp8(
         step.check_even({"N of rhs": right.F} if lnc_2_shard_rhs else {"M of lhs": left.F})
     size = (left.F, left.K, right.F)
     walk = step.walk(_config(step, size), size)
-    output = _output(step, left, right)
+    if output_td is None and not initialize_accumulator:
+        expected, fix = "given with initialize_accumulator=False", "Describe the tensor to add to."
+        raise ConfigError.about("output_td", expected, "None", fix)
+    check_record(output_td, TensorDescriptor, "output_td")
+    shape = (left.F, right.F)
+    output = None if output_td is None else check_buffer(output_td.data, shape, "[M, N]", "output_td", STORED)
     check_same_device({"lhs": left.td.data, "rhs": right.td.data, "output_td": output})
     step.launch()
     assert left.td.data is not None
     if output is None:
-        output = left.td.data.new_empty((left.F, right.F), dtype=output_dtype)
+        output = left.td.data.new_empty(shape, dtype=output_dtype)
     scratch = call_scratch(output.device)
     for rows, columns, values in product_tiles([(left, right)], scratch, rows=slice(0, left.F), walk=walk):
         part = output[rows, columns]
@@ -184,13 +189,3 @@ def _config(step: KernelCall, size: tuple[int, int, int]) -> MatmulMxfp8KernelCo
     tiles = {f"tile_{axis}": f"{'rhs' if axis == 'n' else 'lhs'}_matmul_tile_shape_logical" for axis in "mkn"}
     check_fits(config, lambda field: tiles.get(field, field))
     return config
-
-
-def _output(step: KernelCall, left: MXOperand, right: MXOperand) -> Tensor | None:
-    """Return the tensor that is described for the result, None where there is none."""
-    td = step.call.get("output_td")
-    check_record(td, TensorDescriptor, "output_td")
-    if td is None and not step.call["initialize_accumulator"]:
-        expected, fix = "given with initialize_accumulator=False", "Describe the tensor to add to."
-        raise ConfigError.about("output_td", expected, "None", fix)
-    return None if td is None else check_buffer(td.data, (left.F, right.F), "[M, N]", "output_td", STORED)

@@ -37,7 +37,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config
 from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
 from hf_neuron_moe.reference.moe_types import ClampLimits
 from hf_neuron_moe.reference.specification import multiples
-from hf_neuron_moe.reference.tiled_product import cut
 
 _SHARED = multiples("mlp_forward", when="run_with_lnc2")
 BF16 = (torch.bfloat16,)
@@ -153,11 +152,6 @@ class KernelCall:
         options = {name: self.call.get(name, default) for name, default in defaults.items()}
         lnc2 = self.lnc2 and self.execute == "tiles"
         return options | {"run_with_lnc2": lnc2, "mx_scale_rule": self.rule, "execute": self.execute}
-
-    def cores(self, size: int) -> list[slice]:
-        """Return the rows that a whole function works on at a time: all, with tiles those of one core."""
-        halves = cut(size, size // 2 if self.lnc2 else size)
-        return halves if self.execute == "tiles" else [slice(0, size)]
 
     def counted_walk(self, size: Sizes, arguments: tuple[str, ...]) -> TileWalk | None:
         """Check the tile counts in arguments, for M, N and K, of a product of M, K, N = `size`; return its walk."""

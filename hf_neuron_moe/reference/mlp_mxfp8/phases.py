@@ -59,8 +59,7 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     up_td: TensorDescriptor, d_gate_up_td: TensorDescriptor,
     scratch_td: TensorDescriptor | None,
     down_weight_td: TensorDescriptor,
-    s_base: int,
-    dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
+    s_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
     spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     clamp_limits: ClampLimits | None = None,
@@ -118,10 +117,8 @@ def _gate_up_grads(d_int: Tensor, parts: Sequence[Tensor], limits: ClampLimits, 
 
 @public
 def compute_phase2_hidden_states_grad_mxfp8(
-    hidden_states_grad_td: TensorDescriptor, gate_up_weight_td: TensorDescriptor,
-    d_gate_up_td: TensorDescriptor,
-    s_base: int,
-    dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
+    hidden_states_grad_td: TensorDescriptor, gate_up_weight_td: TensorDescriptor, d_gate_up_td: TensorDescriptor,
+    s_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
     spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
@@ -141,8 +138,7 @@ def compute_phase2_hidden_states_grad_mxfp8(
 def compute_phase2_hidden_states_grad_mxfp8_2_30(
     hidden_states_grad_td: TensorDescriptor, gate_weight_td: TensorDescriptor, up_weight_td: TensorDescriptor,
     d_gate_td: TensorDescriptor, d_up_td: TensorDescriptor,
-    s_base: int,
-    dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
+    s_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
     spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
@@ -188,10 +184,8 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
 
 @public
 def compute_phase4_down_weight_grad_mxfp8(
-    down_weight_grad_td: TensorDescriptor, output_grad_T_td: TensorDescriptor,
-    intermediate_T_td: TensorDescriptor,
-    h_base: int,
-    dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
+    down_weight_grad_td: TensorDescriptor, output_grad_T_td: TensorDescriptor, intermediate_T_td: TensorDescriptor,
+    h_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
     spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,

@@ -39,8 +39,7 @@ _STORED = ("torch.bfloat16, the dtype of the checkpoints", "Pass bf16 buffers.")
 def recompute_gate_up_projection(
     hidden_td: TensorDescriptor, gate_up_td: TensorDescriptor,
     gate_pre_td: TensorDescriptor | None, up_td: TensorDescriptor | None,
-    s_base_offset: int,
-    dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
+    s_base_offset: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     gate_config: MatmulMxfp8KernelConfig | None = None, up_config: MatmulMxfp8KernelConfig | None = None,
     spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     clamp_limits: ClampLimits | None = None,
@@ -79,12 +78,10 @@ def recompute_gate_up_projection(
 
 @public
 def recompute_gate_act(
-    gate_pre_td: TensorDescriptor,
-    gate_act_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
+    gate_pre_td: TensorDescriptor, gate_act_td: TensorDescriptor,
+    s_base_offset: int, dtype: torch.dtype,
     run_with_lnc2: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Fill the rows from s_base_offset on of gate_act with ``bf16(silu(gate_pre))``; both bf16 ``[S, I]``."""
     parts, (gate_act, gate_pre) = _elementwise("recompute_gate_act", locals(), "gate_act_td", "gate_pre_td")
     with torch.no_grad():
@@ -95,8 +92,7 @@ def recompute_gate_act(
 @public
 def recompute_intermediate(
     gate_act_td: TensorDescriptor, up_td: TensorDescriptor, intermediate_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
+    s_base_offset: int, dtype: torch.dtype,
     run_with_lnc2: bool = True,
 ) -> None:  # fmt: skip
     """Fill the rows from s_base_offset on of the intermediate with ``bf16(gate_act * up)``; all bf16 ``[S, I]``."""
@@ -110,8 +106,7 @@ def recompute_intermediate(
 
 def recompute_hidden(
     gate_act_td: TensorDescriptor, up_td: TensorDescriptor, hidden_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
+    s_base_offset: int, dtype: torch.dtype,
     run_with_lnc2: bool = True,
 ) -> None:  # fmt: skip
     """:func:`recompute_intermediate` under its name of release 2.30, which called the intermediate hidden."""
