@@ -109,9 +109,8 @@ def matmul_mxfp8(
     pre-swizzled ``[K/4, 4F]`` by default, raw ``[F, K]`` with ``*_is_swizzled=False``, raw ``[K, F]`` (F a multiple of
     512) with ``*_is_f_by_k=False`` as well. Both operands have any mode.
 
-    * TILES_IN_BLOCK_*, tile shapes ``(tile_k, tile_m)`` and ``(tile_k, tile_n)``: None is chosen automatically. With
-      ``execute="tiles"`` they set the order of the sums; otherwise they are only checked, as the other switches are.
-    * float8_dtype: only e4m3fn. use_scale_packing: given scales must be packed.
+    * TILES_IN_BLOCK_*, tile shapes ``(tile_k, tile_m)`` and ``(tile_k, tile_n)``: None is chosen automatically.
+    * use_scale_packing: given scales must be packed.
     * lnc_2_shard_rhs: two cores halve N (True) or M (False); None is the kernel's choice. K is never cut, so this
       changes no sum.
     * output_td: bf16 or fp32 ``[M, N]`` to fill instead of a new tensor. With ``initialize_accumulator=False`` the

@@ -68,12 +68,7 @@ def gate_up_tiles(
 
 
 def _tiles(
-    products: Products,
-    scratch: Scratch,
-    rows: slice,
-    size: int,
-    k_major: tuple[bool, bool],
-    walk: TileWalk | None,
+    products: Products, scratch: Scratch, rows: slice, size: int, k_major: tuple[bool, bool], walk: TileWalk | None
 ) -> Iterator[tuple[slice, slice, dict[str, Tensor]]]:
     """Yield rows, columns below `size` and the values of all products, which have one K and are in one tile."""
     if walk is not None:
