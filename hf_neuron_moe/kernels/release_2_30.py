@@ -18,6 +18,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable
+from inspect import Parameter
 from typing import Any, TypeVar
 
 import torch
@@ -56,11 +57,6 @@ _OWN = (
     *("down_proj_bias", "upstream_affinity_grad"),
 )
 """Arguments of this package, by keyword, that the functions here have where their later forms have them."""
-_LATER = {
-    "mlp_backward_mxfp8_nki": "mlp_backward_mxfp8_nki_2_30",
-    "get_config_for_shape": "get_backward_config_for_shape",
-}
-"""By name: the function of ``hf_neuron_moe.kernels`` that computes, where it is another name."""
 _NAMES = {"nl.bfloat16": torch.bfloat16, "float8_e4m3fn_x4": torch.float8_e4m3fn}
 
 
@@ -74,19 +70,18 @@ def _default(text: str) -> Any:
     return kernels.SkipMode(False, False) if text.startswith("SkipMode") else ast.literal_eval(text)
 
 
-def _documented(compute: Callable[[Call], ReturnT]) -> Callable[..., ReturnT]:
-    """Give a function of one mapping, its arguments by name, the documented signature of its name."""
-    name, kind = compute.__name__, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    declared = _DOCUMENTED[name]["arguments"]
-    defaults = [_default(rest[0]) if rest else inspect.Parameter.empty for _, *rest in declared]
-    parameters = [
-        inspect.Parameter(argument, kind, default=default) for (argument, *_), default in zip(declared, defaults)
-    ]
+def _documented(compute: Callable[[Call], ReturnT], of: str = "") -> Callable[..., ReturnT]:
+    """Give a function of one mapping, its arguments by name, the documented signature of its name.
+
+    Behind it come the arguments of this package that the function `of` of ``kernels`` has, by default that of its name.
+    """
+    name, parameters = compute.__name__, []
+    for argument, *text in _DOCUMENTED[name]["arguments"]:
+        default = _default(text[0]) if text else Parameter.empty
+        parameters.append(Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD, default=default))
     names = {parameter.name for parameter in parameters}
-    later = inspect.signature(getattr(kernels, _LATER.get(name, name))).parameters
-    parameters += [
-        later[own].replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in _OWN if own in later.keys() - names
-    ]
+    later = inspect.signature(getattr(kernels, of or name)).parameters
+    parameters += [later[own].replace(kind=Parameter.KEYWORD_ONLY) for own in _OWN if own in later.keys() - names]
     signature = inspect.Signature(parameters)
 
     @public
@@ -106,46 +101,24 @@ def moe_cte(call: Call) -> Tensor | kernels.MoEForward:
     return result if saved else result.output
 
 
-@_documented
-def blockwise_mm_bwd(call: Call) -> tuple[Tensor, ...]:
-    """Backward of the experts: :func:`hf_neuron_moe.kernels.blockwise_mm_bwd`."""
-    return kernels.blockwise_mm_bwd(**call)
+def _same(name: str, of: str = "") -> Callable[..., Any]:
+    """Return the documented function `name`, which passes its arguments on to a function of ``kernels``."""
+
+    def compute(call: Call) -> Any:
+        return getattr(kernels, of or name)(**call)
+
+    compute.__name__ = compute.__qualname__ = name
+    compute.__doc__ = f":func:`hf_neuron_moe.kernels.{of or name}` with the arguments of release 2.30."
+    return _documented(compute, of)
 
 
-@_documented
-def mlp_forward_mxfp8_nki(call: Call) -> Tensor:
-    """Forward of the MXFP8 MLP: :func:`hf_neuron_moe.kernels.mlp_forward_mxfp8_nki`."""
-    return kernels.mlp_forward_mxfp8_nki(**call)
-
-
-@_documented
-def compute_fused_gate_up_down_mxfp8(call: Call) -> None:
-    """Fill one core's rows of the MXFP8 MLP's output."""
-    kernels.compute_fused_gate_up_down_mxfp8(**call)
-
-
-@_documented
-def fp8_mul_backward(call: Call) -> Any:
-    """Backward of COAT's FP8 product: :func:`hf_neuron_moe.kernels.fp8_mul_backward`."""
-    return kernels.fp8_mul_backward(**call)
-
-
-@_documented
-def get_config_for_shape(call: Call) -> kernels.MlpBwdConfig:
-    """Return the backward's tile counts; from 2.31 on the only function of this name is the forward's."""
-    return kernels.get_backward_config_for_shape(**call)
-
-
-@_documented
-def get_program_sharding_info(call: Call) -> tuple[int, int]:
-    """Return the number of programs and this one's id."""
-    return kernels.get_program_sharding_info(**call)
-
-
-@_documented
-def mlp_backward_mxfp8_nki(call: Call) -> tuple[Tensor, ...]:
-    """Backward of the MXFP8 MLP: :func:`hf_neuron_moe.kernels.mlp_backward_mxfp8_nki_2_30`."""
-    return kernels.mlp_backward_mxfp8_nki_2_30(**call)
+blockwise_mm_bwd = _same("blockwise_mm_bwd")
+compute_fused_gate_up_down_mxfp8 = _same("compute_fused_gate_up_down_mxfp8")
+fp8_mul_backward = _same("fp8_mul_backward")
+get_config_for_shape = _same("get_config_for_shape", "get_backward_config_for_shape")
+get_program_sharding_info = _same("get_program_sharding_info")
+mlp_backward_mxfp8_nki = _same("mlp_backward_mxfp8_nki", "mlp_backward_mxfp8_nki_2_30")
+mlp_forward_mxfp8_nki = _same("mlp_forward_mxfp8_nki")
 
 
 @_documented

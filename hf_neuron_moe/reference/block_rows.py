@@ -5,7 +5,7 @@ Letters: N blocks of B slots, E experts, R real (token, expert) pairs, C columns
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.checks import Rule, shown
+from hf_neuron_moe.config import ACCUMULATIONS
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.reference.moe_types import SkipMode
 
@@ -20,6 +22,7 @@ FLOATS = (torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 ROUTING = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
 """Dtypes of a routing."""
+EXECUTIONS = ("fast", "tiles")
 LAYOUTS = {
     "hidden_states": "[T', H]",
     "gate_up_proj_weight": "[E, H, 2, I]",
@@ -116,6 +119,17 @@ def check_block_size(size: object, argument: str = "block_size") -> None:
     """Raise ShapeError for what is not a positive int."""
     if type(size) is not int or size <= 0:
         raise ShapeError.about(argument, "a positive int", repr(size), "Pass the block size the plan was made with.")
+
+
+def execution_rules(execute: object, accumulation: object, bugs: object) -> Iterator[Rule]:
+    """Rules of the options that both functions have; ``upstream_bugs`` looks at the names themselves."""
+    fix = "'tiles' walks the documented loops, slowly; 'fast' computes the same expert by expert."
+    yield Rule(execute in EXECUTIONS, "execute", f"one of {', '.join(EXECUTIONS)}", repr(execute), fix)
+    fix = "'device' rounds sums between blocks and cores as the kernels do; 'convention' rounds each sum once."
+    fits = accumulation in ACCUMULATIONS
+    yield Rule(fits, "accumulation", f"one of {', '.join(ACCUMULATIONS)}", repr(accumulation), fix)
+    fits = isinstance(bugs, tuple) and all(isinstance(name, str) for name in bugs)
+    yield Rule(fits, "upstream_bugs", "a tuple of names", shown(bugs), "known_bugs returns such a tuple.")
 
 
 def check_sink_row(given: Mapping[str, Any], skip_dma: SkipMode | None) -> None:

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -53,8 +52,9 @@ from hf_neuron_moe.backends.torch.tiles import Span
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import TILE
 from hf_neuron_moe.reference.expert_rows import ExpertRows, epilogue_loader, quantized_hidden
-from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
+from hf_neuron_moe.reference.moe_cte_problem import Problem
 from hf_neuron_moe.reference.moe_cte_rules import BLOCK, HYBRID, MX
+from hf_neuron_moe.reference.moe_cte_saved import saved_buffers
 from hf_neuron_moe.reference.moe_types import BlockShardStrategy
 from hf_neuron_moe.reference.tiled_product import BANK, PARTITIONS, cut, tiled_product
 from hf_neuron_moe.reference.upstream_bugs import reduced_rows, with_down_bias
@@ -158,22 +158,14 @@ class BlockWalk:
         loader = epilogue_loader(problem)
         self.scratch, self.operand = loader.scratch, loader.compute.rounded
         self.hidden_TH = quantized_hidden(problem, loader.scratch)
+        self.sink = len(self.hidden_TH) - 1  # T
         self.device = given.accumulation == "device"
         self.dtype = given.accumulation_dtype or given.hidden_states.dtype
         outputs = CORES if given.kind in BLOCK else 1
         running = self.dtype if self.device else torch.float32
         self.total_CTH = self.hidden_TH.new_zeros((outputs, *self.hidden_TH.shape), dtype=running)
-        size = (problem.rows.blocks, 2, problem.inner, given.block_size)
-        saved = self.hidden_TH.new_empty(size, dtype=problem.saved_dtype) if problem.saves else None
-        self.gate_up_N2IB, self.down_NBH = saved, None
-        if saved is not None and problem.place is not Place.INTERMEDIATE:
-            self.down_NBH = saved.new_empty((size[0], given.block_size, problem.hidden.shape[1]))
+        self.gate_up_N2IB, self.down_NBH = saved_buffers(problem)
         self.loaded: tuple[int, FFNWeights] | None = None
-
-    @cached_property
-    def sink(self) -> int:
-        """T."""
-        return len(self.hidden_TH) - 1
 
     def run(self, turn: Turn) -> None:
         """Compute one block and add it to its output."""

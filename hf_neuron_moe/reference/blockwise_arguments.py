@@ -12,18 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import (
-    Rule,
-    check_dtype,
-    check_layouts,
-    check_record,
-    check_rules,
-    check_same_device,
-    shown,
-)
+from hf_neuron_moe.checks import Rule, check_dtype, check_layouts, check_record, check_rules, check_same_device, shown
 from hf_neuron_moe.errors import ConfigError, ShapeError
-from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, BlockRows, check_block_size
-from hf_neuron_moe.reference.execution import execution_rules
+from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, BlockRows, check_block_size, execution_rules
 from hf_neuron_moe.reference.moe_types import (
     BLOCKINGS,
     ActFnType,
@@ -36,19 +27,12 @@ from hf_neuron_moe.reference.moe_types import (
     as_member,
     check_switches,
 )
-from hf_neuron_moe.reference.specification import (
-    broken,
-    check_documented_values,
-    check_limits,
-    dtype_name,
-    selected,
-    unsupported,
-)
+from hf_neuron_moe.reference.specification import broken, check_documented_values, check_limits, dtype_name, selected
 
 RELEASES = ("2.29", "2.31")
 _FAMILY = "blockwise_backward"
 _ROWS = {release: selected(_FAMILY, "kernel", release=release) for release in RELEASES}
-_PAGE_ROWS, _UNSUPPORTED = selected(_FAMILY, "documented"), unsupported(_FAMILY)
+_PAGE_ROWS = selected(_FAMILY, "documented")
 _OPTIONAL = ("down_proj_act_checkpoint", "down_proj_bias")
 _LAYOUTS = LAYOUTS | {
     "gate_up_proj_act_checkpoint_T": "[N, 2, I, B]",
@@ -79,15 +63,11 @@ class BackwardArguments:
     block_size: int  # B
     skip_dma: SkipMode | None = None  # skip_weight has no effect on values
     compute_dtype: torch.dtype = torch.bfloat16  # fp32: no rounding between the matmuls of bf16 operands
-    # False stores rows of the hidden gradient instead of adding them, for plans that use every token once. It never
-    # adds to a caller's gradients.
-    is_tensor_update_accumulating: bool = True
-    # Add to the four *_grad_out buffers instead of overwriting them. Affinity entries are assigned, as upstream does;
-    # entries of pairs outside of the plan are kept.
+    is_tensor_update_accumulating: bool = True  # False stores rows of dX, for plans that use every token once
+    # Add to the four *_grad_out buffers. Affinity entries are assigned; those of pairs outside of the plan are kept.
     skip_grad_initialization: bool = False
-    shard_option: ShardOption | ShardOption229 | str = (
-        ShardOption.SHARD_ON_HIDDEN
-    )  # of the tiles; no effect on sums but their order
+    # Of the tiles; no effect on sums but their order.
+    shard_option: ShardOption | ShardOption229 | str = ShardOption.SHARD_ON_HIDDEN
     affinity_option: AffinityOption | str = AffinityOption.AFFINITY_ON_H  # where the forward multiplied by the affinity
     kernel_type_option: KernelTypeOption | str = KernelTypeOption.DROPLESS  # DROPPING: block e is expert e
     clamp_limits: ClampLimits | None = None  # the forward's, as strict masks on the checkpoints: no bounds on gradients
@@ -103,16 +83,14 @@ class BackwardArguments:
     skip_gate_proj: bool = False  # the forward was act(up); gate gradients are zero and up is not masked
     _: KW_ONLY
     # [E, H], for the affinity's gradient: upstream leaves sum_H dO * down_proj_bias out wherever the bias is not in the
-    # down checkpoint, and always with AFFINITY_ON_I. A call with bias and without it gives upstream's gradient and
-    # warns, unless the checkpoint contains it or upstream_affinity_grad is set.
+    # down checkpoint, and always with AFFINITY_ON_I.
     down_proj_bias: Tensor | None = None
     # "device": the down checkpoint is without the down bias, as kernels save it; "golden": with it, as upstream's
     # references save it, so that AFFINITY_ON_H adds nothing.
     convention: str = "device"
     upstream_affinity_grad: bool = False  # leave the bias out of the affinity's gradient as upstream does
     device_limits: bool | None = None  # enforce what device kernels take; None: for bf16 hidden_states
-    # "kernel": what device_limits=True enforces; "documented": in addition the bounds that the function's page states.
-    limits: str | None = None
+    limits: str | None = None  # "kernel": what device_limits=True enforces; "documented": the page's bounds too
     release: str | None = None  # whose limits: "2.29", "2.31" (and later), or None for those of either
     execute: str = "fast"  # "tiles" walks the documented loops, block by block and core by core (blockwise_walk)
     accumulation: str = "convention"  # fp32 sums, rounded once; "device": rounded after every block, by the tiles
@@ -155,7 +133,7 @@ def check_options(given: BackwardArguments) -> Options:
     """Check what is no tensor."""
     check_switches(given)
     check_limits(given.limits, given.device_limits)
-    check_documented_values(_UNSUPPORTED, vars(given))
+    check_documented_values(_FAMILY, vars(given))
     _check_blocking(given.blocking_params)
     check_block_size(given.block_size)
     check_record(given.skip_dma, SkipMode, "skip_dma")
@@ -248,7 +226,10 @@ def _accumulation_rules(given: BackwardArguments, buffers: dict[str, Tensor], ro
 
 
 def check_device_limits(given: BackwardArguments, options: Options) -> None:
-    """Raise for what no release's device kernel takes, or `release` does not take; the newest one names the rule."""
+    """Raise for what no release's device kernel takes, or `release` does not take; the newest one names the rule.
+
+    With ``limits="documented"`` also for what the page does not document.
+    """
     release = given.release
     if release not in (None, *RELEASES):
         expected, fix = f"None or one of {', '.join(RELEASES)}", "2.31 stands for the later ones too."
@@ -260,6 +241,8 @@ def check_device_limits(given: BackwardArguments, options: Options) -> None:
     if all(broken_rules):
         rule = broken_rules[-1][0]
         check_rules([rule._replace(expected=f"{rule.expected} (device limit of nki-library {releases[-1]})")])
+    if given.limits == "documented":
+        check_rules(broken(_PAGE_ROWS, _values(given, options), _OFF_PAGE))
 
 
 def check_bf16_limits(limits: ClampLimits) -> None:
@@ -273,11 +256,6 @@ def check_bf16_limits(limits: ClampLimits) -> None:
         rounded = limit if limit is None else float(torch.tensor(limit, dtype=torch.bfloat16))
         fix = f"Use the bf16 value of the limit, {rounded}, in forward and backward."
         check_rules([Rule(rounded == limit, f"clamp_limits.{name}", expected, repr(limit), fix)])
-
-
-def check_page_limits(given: BackwardArguments, options: Options) -> None:
-    """Raise for what the page of ``blockwise_mm_bwd`` does not document."""
-    check_rules(broken(_PAGE_ROWS, _values(given, options), _OFF_PAGE))
 
 
 def _values(given: BackwardArguments, options: Options) -> dict[str, object]:

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.backends.torch.experts import (
-    ExpertGrads,
-    ExpertStack,
-    RowSums,
-    ScaledRows,
-    run_experts_backward,
-)
+from hf_neuron_moe.backends.torch.experts import ExpertGrads, ExpertStack, RowSums, ScaledRows, run_experts_backward
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.tiles import tile_loader
@@ -142,12 +136,7 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
         gating=call.gating or SILU,
     )
     call.add_to_affinity(d_scale_R)
-    results = (
-        store_hidden(given, d_hidden, rows),
-        store_affinity(given, d_scale_R, rows),
-        gate_up,
-        down,
-    )
+    results = (store_hidden(given, d_hidden, rows), store_affinity(given, d_scale_R, rows), gate_up, down)
     if d_bias is None:
         return results
     d_bias_E2I = d_bias.view(experts, 2, inner).to(gate_up.dtype)

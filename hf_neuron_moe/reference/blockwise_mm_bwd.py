@@ -45,7 +45,6 @@ from hf_neuron_moe.reference.blockwise_arguments import (
     check_device_limits,
     check_operands,
     check_options,
-    check_page_limits,
 )
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_walk import walk_backward
@@ -104,8 +103,6 @@ def _checked_rows(given: BackwardArguments, options: Options) -> BlockRows:
     experts = sizes["E"]
     if given.limited:
         check_device_limits(given, options)
-    if given.limits == "documented":
-        check_page_limits(given, options)
     if options.dropping:
         expected = f"0..{experts - 1} with kernel_type_option DROPPING (block e is expert e)"
         fix = "Use build_dropping_plan, or KernelTypeOption.DROPLESS."

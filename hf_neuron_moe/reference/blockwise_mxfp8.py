@@ -132,6 +132,7 @@ class BackwardMXFP8:
 
 @public
 @taking(ForwardMXFP8)
+@torch.no_grad()
 def blockwise_mm_fwd_mxfp8(given: ForwardMXFP8) -> MoEForwardMXFP8:
     """Forward of the experts in MXFP8, the affinity on the intermediate; see :class:`ForwardMXFP8`."""
     limits = _checked_options(given)
@@ -142,14 +143,7 @@ def blockwise_mm_fwd_mxfp8(given: ForwardMXFP8) -> MoEForwardMXFP8:
     rows = _checked_rows(given, sizes)
     stack = ExpertStack(given.gate_up_proj_weight.flatten(1, 2), given.down_proj_weight, transposed=False)
     scale_R = rows.affinity(given.expert_affinities_masked, sizes["E"])
-    return _forward(given.hidden_states, scale_R, stack, rows, limits)
-
-
-@torch.no_grad()
-def _forward(
-    hidden_states: Tensor, scale_R: Tensor, stack: ExpertStack, rows: BlockRows, limits: ClampLimits
-) -> MoEForwardMXFP8:
-    inner, device = stack.down.shape[2], hidden_states.device
+    hidden_states, inner, device = given.hidden_states, sizes["I"], given.hidden_states.device
     total_TH = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)
     gate_up_N2IB = hidden_states.new_zeros((rows.blocks, 2, inner, rows.block_size))
     inter_NIB = hidden_states.new_zeros((rows.blocks, inner, rows.block_size))

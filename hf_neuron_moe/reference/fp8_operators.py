@@ -56,24 +56,15 @@ def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
 
 @public
 def fp8_silu_backward(
-    x: Tensor,
-    s_x: Tensor,
-    g: Tensor,
+    x: Tensor, s_x: Tensor, g: Tensor,
     QB: int,
-    fp8type: str | torch.dtype,
-    stochastic: bool = False,
-    output_quantized_transpose: bool = False,
+    fp8type: str | torch.dtype, stochastic: bool = False, output_quantized_transpose: bool = False,
     *,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Differentiate SiLU at FP8 values: ``y = bf16((s + v*s*(1-s)) * g)`` with ``s = sigmoid(v)``.
 
-    * x: FP8 codes of the pre-activation (``gate``). s_x: their scales ``[..., N/QB]``.
-    * g: gradient of the activation, bf16 (documented), fp16 or fp32, same shape as `x`.
-    * output_quantized_transpose: quantize with one scale per tensor to `fp8type` (``"E4M3"``, ``"E5M2"``, or the torch
-      dtype) and return the transpose too.
-    * stochastic: round to FP8 stochastically, unbiased, with random numbers of `generator` (upstream accepts the flag
-      and rounds to nearest); an error where nothing is rounded to FP8.
+    x are codes of the pre-activation (``gate``) with scales ``[..., N/QB]``; g is bf16, fp16 or fp32 of their shape.
 
     Returns ``(y, s_y)``: bf16 gradient, not divided by the bf16 group scales ``[..., N/QB]``; or ``(q, s_max,
     q_transposed)``: FP8 of the shape of `x`, 0-d bf16 scale, FP8 ``[N, M]``. Source: ``silu_bwd.py``.
@@ -127,25 +118,16 @@ def fp8_mul_forward(
 
 @public
 def fp8_mul_backward(
-    x1: Tensor,
-    s_x1: Tensor,
-    x2: Tensor,
-    s_x2: Tensor,
-    g: Tensor,
+    x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, g: Tensor,
     QB: int,
-    fp8type: str | torch.dtype,
-    stochastic: bool = False,
-    output_quantized_transpose: bool = False,
+    fp8type: str | torch.dtype, stochastic: bool = False, output_quantized_transpose: bool = False,
     *,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Differentiate ``x1 * x2``: the gradients towards both factors, the second optionally in FP8.
 
-    ``y1 = bf16(g * v2)`` and ``y2 = bf16(g * v1)`` with ``v = code * scale`` in fp32.
-
-    * x1, x2: FP8 codes of the factors (``silu(gate)`` and ``up``). s_x1, s_x2: their scales ``[..., N/QB]``.
-    * g: gradient of the product, bf16 (documented), fp16 or fp32, same shape.
-    * output_quantized_transpose, fp8type, stochastic and generator: for `y2`, as in :func:`fp8_silu_backward`.
+    ``y1 = bf16(g * v2)`` and ``y2 = bf16(g * v1)`` with ``v = code * scale`` in fp32, of FP8 codes x1 (``silu(gate)``)
+    and x2 (``up``) with scales ``[..., N/QB]``; g is bf16, fp16 or fp32 of their shape.
 
     Returns ``(y1, (y2, s_y2))``: bf16 gradients, not divided by the bf16 group scales ``[..., N/QB]``; or ``(y1, (q,
     s_max, q_transposed))`` as :func:`fp8_silu_backward` returns them. Source: ``mul_bwd.py``.
@@ -173,21 +155,16 @@ def fp8_division_transpose(
     QB: int,
     fp8type: str | torch.dtype,
     s_y: Tensor | None = None,
-    stochastic: bool = False,
-    only_transposed: bool = False,
+    stochastic: bool = False, only_transposed: bool = False,
     *,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:  # fmt: skip
     """Quantize a whole tensor with one scale and return the codes both ways round.
 
     ``code = fp8(x / s_y)`` with the division in fp32. Magnitudes beyond the format's range saturate.
 
-    * x: bf16, fp16 or fp32 ``[M, N]`` or ``[b, s, N]``.
-    * QB: group size of the operator that produced `x`; it must divide N and has no effect on values.
-    * fp8type: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
-    * s_y: scale of one element, positive and finite (checked where it is in host memory); ``(max|x| + 1e-10) /
-      fp8_max`` if None, in the dtype of `x`, or fp32 for fp16, which would round it to 0.
-    * stochastic: unbiased rounding with new random numbers of `generator` in every call (upstream: one fixed seed).
+    x is bf16, fp16 or fp32 ``[M, N]`` or ``[b, s, N]``. Without s_y the scale is ``(max|x| + 1e-10) / fp8_max``, in the
+    dtype of x, or fp32 for fp16, which would round it to 0. QB, the group size of what produced x, changes no value.
 
     Returns ``(codes, s_y, codes_transposed)``: FP8 of the shape of `x`, the 0-d scale, FP8 ``[N, M]`` (2-D for 3-D
     input too); or ``(codes_transposed, s_y)`` if `only_transposed`. Source: ``_division_transpose.py``.

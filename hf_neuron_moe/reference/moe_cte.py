@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, ffn_forward
-from hf_neuron_moe.backends.torch.tiles import Loader, tile_loader
+from hf_neuron_moe.backends.torch.tiles import tile_loader
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.block_walk import walk
 from hf_neuron_moe.reference.expert_rows import ExpertRows, epilogue_loader, quantized_hidden
@@ -75,7 +75,9 @@ def forward(arguments: Arguments, *, shard_hidden: bool = False) -> MoEForward:
 def _fast(problem: Problem) -> MoEForward:
     """Compute expert by expert, with fp32 sums over all blocks."""
     plain = _is_plain(problem)
-    loader, saved = _loader(problem, plain), saved_blocks(problem)
+    loader, saved = epilogue_loader(problem), saved_blocks(problem)
+    if plain:
+        loader = tile_loader("fp32" if problem.rounded == torch.float32 else "bf16", problem.hidden.device)
     total_TH = torch.zeros(problem.hidden.shape, dtype=torch.float32, device=problem.hidden.device)
     hidden = quantized_hidden(problem, loader.scratch)
     for number, (expert, start, end) in enumerate(problem.rows.runs):
@@ -116,9 +118,3 @@ def _is_plain(problem: Problem) -> bool:
         and problem.place is not Place.PRE_ACTIVATIONS
         and not problem.given.clamped
     )
-
-
-def _loader(problem: Problem, plain: bool) -> Loader:
-    if plain:
-        return tile_loader("fp32" if problem.rounded == torch.float32 else "bf16", problem.hidden.device)
-    return epilogue_loader(problem)

@@ -15,8 +15,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.gating import Limits
 from hf_neuron_moe.checks import Rule, check_record, check_rules, shown
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.reference.block_rows import FLOATS, check_block_size
-from hf_neuron_moe.reference.execution import execution_rules
+from hf_neuron_moe.reference.block_rows import FLOATS, check_block_size, execution_rules
 from hf_neuron_moe.reference.moe_types import (
     NO_SKIP,
     ActFnType,
@@ -29,22 +28,19 @@ from hf_neuron_moe.reference.moe_types import (
     check_switches,
     is_number,
 )
-from hf_neuron_moe.reference.specification import check_documented_values, check_limits, unsupported
+from hf_neuron_moe.reference.specification import check_documented_values, check_limits
 
 CONVENTIONS = ("device", "golden")
 GATE_LIMITS = ("gate_clamp_upper_limit", "gate_clamp_lower_limit")
 UP_LIMITS = ("up_clamp_upper_limit", "up_clamp_lower_limit")
-_UNSUPPORTED = unsupported("moe_cte")
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of ``moe_cte`` under their documented names; docs/kernels.md says what is refused where."""
 
-    # bf16 or fp32 [T', H], a sink row of zeros; fp32 (which no device takes) is computed in fp32 throughout.
-    hidden_states: Tensor
-    # bf16 or fp32 [T' * E, 1], dense, token-major, zero where not selected and in the sink row
-    expert_affinities_masked: Tensor
+    hidden_states: Tensor  # bf16 or fp32 [T', H], a sink row of zeros; fp32, which no device takes, stays fp32
+    expert_affinities_masked: Tensor  # bf16 or fp32 [T' * E, 1], token-major, zero where not selected
     gate_up_proj_weight: Tensor  # [E, H, 2, I] (0 gate, 1 up): bf16, fp32 or e4m3fn. MX: words [E, 128, 2, H/512, I]
     down_proj_weight: Tensor  # [E, I, H] in the same dtype. MX: words [E, pI, ceil(I/512), H], see formats.moe_mx
     token_position_to_id: Tensor  # int [N * B]; T (or -1 with skip_token) marks unused slots
@@ -69,8 +65,7 @@ class Arguments:
     # What the affinity multiplies. PRE_SCALE (and _DELAYED): the clamped pre-activations in shard_on_i, the input in
     # shard_on_block and, by the golden convention, everywhere.
     expert_affinities_scaling_mode: ExpertAffinityScaleMode = ExpertAffinityScaleMode.POST_SCALE
-    # Limits of the pre-activations. A backward from bf16 checkpoints needs limits that bf16 holds.
-    gate_clamp_upper_limit: float | None = None
+    gate_clamp_upper_limit: float | None = None  # of pre-activations; backward from bf16 needs limits that bf16 holds
     gate_clamp_lower_limit: float | None = None
     up_clamp_upper_limit: float | None = None
     up_clamp_lower_limit: float | None = None
@@ -78,24 +73,18 @@ class Arguments:
     # states are quantized with.
     gate_up_in_scale: Tensor | None = None
     down_in_scale: Tensor | None = None  # [T', 1] or [E, 1], likewise
-    # Dtype of the output; None is that of hidden_states. Sums are fp32 and rounded once, unless `accumulation` says
-    # otherwise.
-    accumulation_dtype: torch.dtype | None = None
+    accumulation_dtype: torch.dtype | None = None  # of the output; None is that of hidden_states
     skip_gate_proj: bool = False  # h = act(u); the weights keep their layout
     _: KW_ONLY
     # "device", or "golden" for upstream's numpy reference: PRE_SCALE and down activations as MoEForward says, and MX
     # without rounding h to bf16 before its quantization.
     convention: str = "device"
     device_limits: bool | None = None  # enforce the kernels' limits; None: for bf16 by the device convention
-    # "kernel": what device_limits=True enforces; "documented": in addition the bounds that the page of moe_cte states.
-    limits: str | None = None
-    # Block scales of the online MX quantization: "neuron" (nki 0.5 and later: 2^(emax - 7) for e4m3) or "floor"
-    # (earlier releases and their references: 2^(emax - 8)). An error where nothing is quantized by it.
+    limits: str | None = None  # "kernel": what device_limits=True enforces; "documented": the page's bounds too
+    # Of the online MX quantization: "neuron" (nki 0.5 and later: 2^(emax - 7) for e4m3) or "floor" (2^(emax - 8)).
     mx_scale_rule: str = "neuron"
-    # "fast" computes expert by expert; "tiles" walks the documented loops, block by block and core by core.
-    execute: str = "fast"
-    # "convention": fp32 sums, rounded once. "device": sums of cores and blocks in the output's dtype (block_walk).
-    accumulation: str = "convention"
+    execute: str = "fast"  # "tiles" walks the documented loops, block by block and core by core (block_walk)
+    accumulation: str = "convention"  # fp32 sums, rounded once; "device": rounded after every core and block
     upstream_bugs: tuple[str, ...] = ()  # faults of the kernels to compute, by the names of upstream_bugs.FORWARD
 
     @property
@@ -151,7 +140,7 @@ def resolved(given: Arguments) -> Arguments:
     check_record(given.skip_dma, SkipMode, argument="skip_dma", optional=False)
     check_switches(given)
     check_limits(given.limits, given.device_limits)
-    check_documented_values(_UNSUPPORTED, vars(given))
+    check_documented_values("moe_cte", vars(given))
     name = "expert_affinities_scaling_mode"
     mode = as_member(given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument=name)
     activation = as_member(given.activation_function, ActFnType, argument="activation_function")

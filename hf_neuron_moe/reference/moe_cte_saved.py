@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hf_neuron_moe.reference.activations import act
@@ -76,17 +75,24 @@ def clamp_(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
     return values
 
 
-def saved_blocks(problem: Problem) -> SavedBlocks | None:
-    """Return buffers for the activations, if they are saved; there is no down activation with the affinity on I."""
+def saved_buffers(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for ``[N, 2, I, B]`` and ``[N, B, H]`` where they are saved; the last is not by affinity on I."""
     if not problem.saves:
+        return None, None
+    N, B, new = problem.rows.blocks, problem.rows.block_size, problem.hidden.new_empty
+    gate_up = new((N, 2, problem.inner, B), dtype=problem.saved_dtype)
+    if problem.place is Place.INTERMEDIATE:
+        return gate_up, None
+    return gate_up, new((N, B, problem.hidden.shape[1]), dtype=problem.saved_dtype)
+
+
+def saved_blocks(problem: Problem) -> SavedBlocks | None:
+    """Return the activations to fill, if they are saved."""
+    gate_up, down = saved_buffers(problem)
+    if gate_up is None:
         return None
-    rows, dtype, device = problem.rows, problem.saved_dtype, problem.hidden.device
-    gate_up = torch.empty((rows.blocks, 2, problem.inner, rows.block_size), dtype=dtype, device=device)
-    down = None
-    if problem.place is not Place.INTERMEDIATE:
-        down = torch.empty((rows.blocks, rows.block_size, problem.hidden.shape[1]), dtype=dtype, device=device)
     block_to_expert = problem.given.block_to_expert.reshape(-1).long().clamp(max=problem.experts - 1)
-    return SavedBlocks(rows, block_to_expert, gate_up, down, *_idle_slots(problem, block_to_expert))
+    return SavedBlocks(problem.rows, block_to_expert, gate_up, down, *_idle_slots(problem, block_to_expert))
 
 
 def _idle_slots(problem: Problem, block_to_expert: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,10 +41,7 @@ from hf_neuron_moe.reference.block_rows import LAYOUTS
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_types import QuantizationType
 
-MX_LAYOUTS = LAYOUTS | {
-    "gate_up_proj_weight": "[E, 128, 2, H/512, I]",
-    "down_proj_weight": "[E, pI, ceil(I/512), H]",
-}
+MX_LAYOUTS = LAYOUTS | {"gate_up_proj_weight": "[E, 128, 2, H/512, I]", "down_proj_weight": "[E, pI, ceil(I/512), H]"}
 _WORDS = {torch.int32: torch.int32, torch.uint32: torch.int32, torch.int16: torch.int16, torch.uint16: torch.int16}
 _AS_WORDS = "Quantize it with hf_neuron_moe.formats, or view stored words, for example with .view({})."
 _FP8_FORMATS = {None: E4M3FN, torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}

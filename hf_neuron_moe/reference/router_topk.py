@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import (
-    FLOATS,
-    Rule,
-    check_dtype,
-    check_layouts,
-    check_rules,
-    check_same_device,
-    check_shape,
-)
+from hf_neuron_moe.checks import FLOATS, Rule, check_dtype, check_layouts, check_rules, check_same_device, check_shape
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member, check_switches, taking
 from hf_neuron_moe.reference.specification import broken, constraints

@@ -15,9 +15,10 @@ PARTITIONS = 128
 BANK = 512  # fp32 values of one partition of a PSUM bank
 
 
-def cut(size: int, step: int) -> list[slice]:
-    """Return the tiles of an axis; the last one holds what remains."""
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+def cut(part: slice | int, step: int) -> list[slice]:
+    """Return the tiles of a range, or of an axis of that size; the last one holds what remains."""
+    whole = part if isinstance(part, slice) else slice(0, part)
+    return [slice(start, min(start + step, whole.stop)) for start in range(whole.start, whole.stop, step)]
 
 
 def tiled_product(

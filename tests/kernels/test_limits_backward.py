@@ -79,6 +79,8 @@ def test_bounds_of_the_backward_page() -> None:
     outside: dict[str, Call] = {
         "block_size": backward_call(B=2048),
         "H of hidden_states": backward_call(H=127),
+        "shard_option": backward_call(shard_option="SHARD_ON_FREE"),
+        "activation_type": backward_call(activation_type="SquaredReLU"),
         "kernel_type_option": backward_call(kernel_type_option="DROPPING"),
         "down_proj_act_checkpoint": backward_call(down_proj_act_checkpoint=None, affinity_option="AFFINITY_ON_I"),
         "hidden_states": backward_call(hidden_states=filled(0, 21, 128, dtype=torch.float32)),
@@ -86,11 +88,15 @@ def test_bounds_of_the_backward_page() -> None:
     rows = {row.of: row for row in constraints("blockwise_backward") if row.column == "documented"}
     assert outside.keys() == rows.keys()
     for size in (128, 1024):
-        check_backward(backward_call(B=size, shard_option="SHARD_ON_FREE"), limits="documented")
+        check_backward(backward_call(B=size), limits="documented")
+    for activation in ("SiLU", "Swish"):
+        for shard in ("AUTO", "SHARD_ON_HIDDEN", "SHARD_ON_INTERMEDIATE"):
+            call = backward_call(shard_option=shard, activation_type=activation)
+            check_backward(call, limits="documented")
     check_backward(backward_call(affinity_option="AFFINITY_ON_I"), limits="documented")
     for of, call in outside.items():
         with refused(rows[of].error, of):
-            kernels.blockwise_mm_bwd(**call | {"shard_option": "SHARD_ON_FREE"}, limits="documented")
+            kernels.blockwise_mm_bwd(**call | {"affinity_option": "AFFINITY_ON_I"}, limits="documented")
         if of not in ("H of hidden_states", "kernel_type_option"):  # which the kernels bound too
             check_backward(call | {"shard_option": "SHARD_ON_FREE"}, limits="kernel")
 

@@ -176,3 +176,25 @@ X = torch.ones(16, 256).bfloat16()
 def test_matmul_refuses(call: dict[str, Any], error: type[NeuronMoEError], argument: str) -> None:
     with refused(error, argument):
         matmul_mxfp8(**({"lhs": X, "rhs": X} | RAW | call))
+
+
+@pytest.mark.parametrize("execute", ["fast", "tiles"])
+def test_an_output_in_an_operands_memory_is_an_error(execute: str) -> None:
+    square = torch.randn(128, 128).bfloat16()
+    before = square.clone()
+    with refused(ConfigError, "output_td", "pass other memory", got="that of lhs"):
+        matmul_mxfp8(
+            square, torch.randn(128, 128).bfloat16(), lhs_is_swizzled=False, rhs_is_swizzled=False,
+            output_td=TensorDescriptor(square), execute=execute,
+        )  # fmt: skip
+    assert torch.equal(square, before)
+
+
+@pytest.mark.parametrize("tile_k", [36, 100, 510])
+def test_a_tile_without_whole_groups_is_an_error(tile_k: int) -> None:
+    x = torch.randn(128, 512).bfloat16()
+    with refused(ConfigError, "lhs_matmul_tile_shape_logical", "8 partitions of 4 lanes", got=str(tile_k)):
+        matmul_mxfp8(
+            x, x, lhs_is_swizzled=False, rhs_is_swizzled=False,
+            lhs_matmul_tile_shape_logical=(tile_k, 128), rhs_matmul_tile_shape_logical=(tile_k, 512),
+        )  # fmt: skip

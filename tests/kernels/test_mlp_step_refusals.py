@@ -176,7 +176,7 @@ def test_configs_are_for_the_step_and_core(step: Any, size: tuple[int, int, int]
 @pytest.mark.parametrize("name", ["tile_m", "tile_k", "TILES_IN_BLOCK_M", "TILES_IN_BLOCK_K"])
 def test_both_projections_share_the_hidden_tiles(name: str) -> None:
     step, arguments = PROJECTION
-    alike = config(S // 2, H, I, **{name: 3})
+    alike = config(S // 2, H, I, **{name: 32 if name == "tile_k" else 3})
     step(**arguments(), gate_config=alike, up_config=alike)
     other = config(S // 2, H, I)
     message_of(ConfigError, f"up_config.{name}", step, **arguments(), gate_config=alike, up_config=other)

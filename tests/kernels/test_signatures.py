@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,39 @@ def test_names_order_and_defaults_are_the_documents(release: str, name: str) -> 
         assert found.default == expected and type(found.default) is type(expected), argument
     added = list(parameters.values())[len(declared) :]  # this package's, and a host's stand-ins
     assert all(each.default is not inspect.Parameter.empty for each in added)
+
+
+def arguments_of(line: str) -> list[list[str]]:
+    """Name and, where there is one, default of each argument of a signature as a page prints it."""
+    inside, parts, depth = line[line.index("(") + 1 : line.rindex(")")], [""], 0
+    for letter in inside:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    found = []
+    for part in parts:
+        declared, equals, default = part.partition("=")
+        found.append([declared.partition(":")[0].strip(), *([default.strip()] if equals else [])])
+    return found
+
+
+PAGES = (Path(__file__).parent / "pages_2_30.txt").read_text(encoding="utf-8").splitlines()
+"""The signatures as the pages of release 2.30 print them, one in a line."""
+
+
+@pytest.mark.parametrize("line", PAGES, ids=lambda line: line.partition("(")[0])
+def test_the_data_are_the_pages(line: str) -> None:
+    recorded = signatures("2_30")[line.partition("(")[0]]["arguments"]
+    assert [[name, *(text.replace(" ", "") for text in rest)] for name, *rest in recorded] == [
+        [name, *(text.replace(" ", "") for text in rest)] for name, *rest in arguments_of(line)
+    ]
+
+
+def test_the_pages_are_all_there() -> None:
+    others = {"get_config_for_shape", "fp8_mul_backward"}  # of a module and of COAT's code, without a page
+    assert {line.partition("(")[0] for line in PAGES} == signatures("2_30").keys() - others
 
 
 @pytest.mark.parametrize("release", MODULES)

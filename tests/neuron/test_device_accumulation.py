@@ -94,3 +94,17 @@ def test_dense_blocks_are_not_emulated(machine: Start) -> None:
     machine(target="trn3")
     model = tiny_model("llama", num_hidden_layers=1, hidden_size=128, intermediate_size=256)
     assert verify_device(model, tokens=32, accumulation="device").blocks[0].verdict == "equal"
+
+
+def test_an_error_of_the_model_leaves_the_verdict(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(target="trn2")
+    right = kernels.moe_cte
+    monkeypatch.setattr(kernels, "moe_cte", lambda **call: right(**call)._replace(output=right(**call).output * 2))
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(emulation, "moe_cte", fails)
+    monkeypatch.setattr(fails, "__name__", "moe_cte")
+    block = verified().blocks[0]
+    assert block.verdict == "fail" and block.explanation == "nothing that could be computed here: out of memory"

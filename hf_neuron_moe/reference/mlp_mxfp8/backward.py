@@ -47,31 +47,22 @@ class MLPBackward(NamedTuple):
 
 @public
 def mlp_backward_mxfp8(
-    output_grad: Tensor,
-    hidden_states: Tensor,
-    gate_up_weights: Tensor,
+    output_grad: Tensor, hidden_states: Tensor, gate_up_weights: Tensor,
     down_proj_weight: Tensor | None = None,
     *,
-    gate_pre: Tensor | None = None,
-    gate_act: Tensor | None = None,
-    up: Tensor | None = None,
+    gate_pre: Tensor | None = None, gate_act: Tensor | None = None, up: Tensor | None = None,
     intermediate: Tensor | None = None,
     release: str = "2.31",
     gate_up_weights_scales: Tensor | None = None,
-    gate_up_weight_T: Tensor | None = None,
-    gate_up_weight_T_scales: Tensor | None = None,
-    down_weight_T: Tensor | None = None,
-    down_weight_T_scales: Tensor | None = None,
-    output_grad_T: Tensor | None = None,
-    output_grad_T_scales: Tensor | None = None,
-    hidden_states_T: Tensor | None = None,
-    hidden_states_T_scales: Tensor | None = None,
+    gate_up_weight_T: Tensor | None = None, gate_up_weight_T_scales: Tensor | None = None,
+    down_weight_T: Tensor | None = None, down_weight_T_scales: Tensor | None = None,
+    output_grad_T: Tensor | None = None, output_grad_T_scales: Tensor | None = None,
+    hidden_states_T: Tensor | None = None, hidden_states_T_scales: Tensor | None = None,
     use_scale_packing: bool = True,
     clamp_limits: ClampLimits | None = None,
     matmul_config: MlpBwdMatmulConfig | None = None,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> MLPBackward:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> MLPBackward:  # fmt: skip
     """Compute the gradients of ``mlp_forward_mxfp8`` with the arithmetic of nki-library's ``mlp_bwd_mxfp8``.
 
     Any of the four checkpoints may be missing: gate_pre and up are multiplied again; a missing gate_act is
@@ -83,8 +74,6 @@ def mlp_backward_mxfp8(
       groups other values unless I is a multiple of 512, and groups a contraction of exactly 384 as one tile.
     * Release 2.31 only: pre-quantized operands with scales, use_scale_packing, clamp_limits and matmul_config, as in
       :func:`mlp_backward_mxfp8_nki`. Release 2.30's are in ``mlp_backward_mxfp8_nki_2_30``.
-    * mx_scale_rule: block scales of what is quantized here, ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier).
-    * execute: ``"fast"``, or ``"tiles"`` for the kernel's loops on one core.
     """
     kernel = KernelCall("mlp_backward_mxfp8", locals())
     if release not in RELEASES:
@@ -108,33 +97,24 @@ def mlp_backward_mxfp8(
 
 @public
 def mlp_backward_mxfp8_nki(
-    output_grad: Tensor,
-    hidden_states: Tensor,
+    output_grad: Tensor, hidden_states: Tensor,
     down_proj_weight: Tensor | None = None,
     gate_up_weights: Tensor | None = None,
-    gate_up_weight_T: Tensor | None = None,
-    gate_up_weight_T_scales: Tensor | None = None,
+    gate_up_weight_T: Tensor | None = None, gate_up_weight_T_scales: Tensor | None = None,
     gate_up_weights_scales: Tensor | None = None,
-    down_weight_T: Tensor | None = None,
-    down_weight_T_scales: Tensor | None = None,
-    output_grad_T: Tensor | None = None,
-    output_grad_T_scales: Tensor | None = None,
-    hidden_states_T: Tensor | None = None,
-    hidden_states_T_scales: Tensor | None = None,
-    gate_pre: Tensor | None = None,
-    gate_act: Tensor | None = None,
-    up: Tensor | None = None,
+    down_weight_T: Tensor | None = None, down_weight_T_scales: Tensor | None = None,
+    output_grad_T: Tensor | None = None, output_grad_T_scales: Tensor | None = None,
+    hidden_states_T: Tensor | None = None, hidden_states_T_scales: Tensor | None = None,
+    gate_pre: Tensor | None = None, gate_act: Tensor | None = None, up: Tensor | None = None,
     intermediate: Tensor | None = None,
     run_with_lnc2: bool = True,
     matmul_config: MlpBwdMatmulConfig | None = None,
     fp8_x4_dtype: object = torch.float8_e4m3fn,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True,
     clamp_limits: ClampLimits | None = None,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> MLPBackward:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.31 to 2.33; return the three gradients. No argument is written.
 
     * output_grad, hidden_states: bf16 ``[S, H]``, always raw. S, H and I are multiples of 128.
@@ -143,12 +123,9 @@ def mlp_backward_mxfp8_nki(
     * Pre-quantized with scales, x4 or float8_e4m3fn with four times the columns: gate_up_weight_T ``[2I/4, H]``,
       swizzled as one tensor with K = 2I; down_weight_T ``[H/4, I]``; output_grad_T and hidden_states_T ``[S/4, H]``.
     * gate_pre, gate_act, up, intermediate: bf16 ``[S, I]`` checkpoints; missing ones are recomputed (phase 0).
-    * clamp_limits: limits of the forward: clamps recomputed pre-activations and masks d_gate and d_up.
     * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. With ``execute="tiles"`` they set
       the cores, the tiles and the order of the sums.
     * mx_scale_rule: block scales of what is quantized here, "neuron" (nki 0.5 and later) or "floor" (earlier releases).
-
-    Upstream ignores a ``*_T`` tensor without scales and fp8_x4_dtype (other than e4m3); both are errors here.
     """
     kernel = KernelCall("mlp_backward_mxfp8_nki", locals())
     operands = _describe(kernel)
@@ -158,30 +135,21 @@ def mlp_backward_mxfp8_nki(
 
 @public
 def mlp_backward_mxfp8_base_nki(
-    output_grad_td: TensorDescriptor,
-    gate_pre_td: TensorDescriptor,
-    gate_act_td: TensorDescriptor,
-    up_td: TensorDescriptor,
-    gate_up_weight_T_td: TensorDescriptor,
-    down_weight_T_td: TensorDescriptor,
-    d_gate_up_td: TensorDescriptor,
-    hidden_states_T_td: TensorDescriptor,
-    output_grad_T_td: TensorDescriptor,
+    output_grad_td: TensorDescriptor, gate_pre_td: TensorDescriptor, gate_act_td: TensorDescriptor,
+    up_td: TensorDescriptor, gate_up_weight_T_td: TensorDescriptor, down_weight_T_td: TensorDescriptor,
+    d_gate_up_td: TensorDescriptor, hidden_states_T_td: TensorDescriptor, output_grad_T_td: TensorDescriptor,
     intermediate_T_td: TensorDescriptor,
     scratch_td: TensorDescriptor | None,
-    hidden_states_grad_td: TensorDescriptor,
-    weight_grad_td: TensorDescriptor,
+    hidden_states_grad_td: TensorDescriptor, weight_grad_td: TensorDescriptor,
     down_weight_grad_td: TensorDescriptor,
     run_with_lnc2: bool = True,
     matmul_config: MlpBwdMatmulConfig | None = None,
     fp8_x4_dtype: object = torch.float8_e4m3fn,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True,
     clamp_limits: ClampLimits | None = None,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Run phases 1 to 4 on their operands, for both cores together; the four output descriptors' tensors are filled.
 
     scratch_td ``[2I, S]`` receives d_gate_up transposed; None reads the transposed view of d_gate_up instead.

@@ -56,25 +56,11 @@ _RENAMED = {
 
 @public
 def mlp_backward_mxfp8_nki_2_30(
-    output_hidden_states_grad: Tensor,
-    hidden_states: Tensor,
-    gate_proj_weight_T: Tensor,
-    up_proj_weight_T: Tensor,
-    down_proj_weight_T: Tensor,
-    gate_up_weights: Tensor,
-    d_gate_scratch: Tensor,
-    d_up_scratch: Tensor,
-    hidden_states_T: Tensor,
-    output_grad_T: Tensor,
-    hidden_T: Tensor,
-    silu_up_mul_gate_grad_T_scratch: Tensor,
-    gate_pre_scratch: Tensor,
-    gate_act_scratch: Tensor,
-    up_scratch: Tensor,
-    hidden_scratch: Tensor,
-    gate_pre: Tensor | None = None,
-    gate_act: Tensor | None = None,
-    up: Tensor | None = None,
+    output_hidden_states_grad: Tensor, hidden_states: Tensor, gate_proj_weight_T: Tensor, up_proj_weight_T: Tensor,
+    down_proj_weight_T: Tensor, gate_up_weights: Tensor, d_gate_scratch: Tensor, d_up_scratch: Tensor,
+    hidden_states_T: Tensor, output_grad_T: Tensor, hidden_T: Tensor, silu_up_mul_gate_grad_T_scratch: Tensor,
+    gate_pre_scratch: Tensor, gate_act_scratch: Tensor, up_scratch: Tensor, hidden_scratch: Tensor,
+    gate_pre: Tensor | None = None, gate_act: Tensor | None = None, up: Tensor | None = None,
     hidden: Tensor | None = None,
     run_with_lnc2: bool = True,
     phase1_tiles_m: int = 8, phase1_tiles_n: int = 1, phase1_tiles_k: int = 8,
@@ -83,8 +69,7 @@ def mlp_backward_mxfp8_nki_2_30(
     phase4_tiles_m: int = 4, phase4_tiles_n: int = 1, phase4_tiles_k: int = 8,
     recompute_tiles_m: int = 8, recompute_tiles_n: int = 1, recompute_tiles_k: int = 8,
     fp8_x4_dtype: object = torch.float8_e4m3fn,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True,
     output_grad_scales: Tensor | None = None, output_grad_is_swizzled: bool = False,
     down_weight_scales: Tensor | None = None, down_weight_is_swizzled: bool = False,
     gate_weight_scales: Tensor | None = None, gate_weight_is_swizzled: bool = False,
@@ -95,8 +80,7 @@ def mlp_backward_mxfp8_nki_2_30(
     output_grad_T_scales: Tensor | None = None, output_grad_T_is_swizzled: bool = False,
     hidden_T_scales: Tensor | None = None, hidden_T_is_swizzled: bool = False,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
+    mx_scale_rule: str = "neuron", execute: str = "fast",
 ) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.30 (there ``mlp_backward_mxfp8_nki``).
 
@@ -108,8 +92,6 @@ def mlp_backward_mxfp8_nki_2_30(
       ``[S, I]``, those of checkpoints where these are missing (of gate_pre and up both, if either is).
     * S and I are multiples of 128, H too while an operand contracted over H is raw, all even for run_with_lnc2. Raw and
       prepared operands are never mixed on a contraction of 384 (d_gate, d_up and their transposes are always raw).
-    * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
-    * execute: ``"fast"``, or ``"tiles"``: the kernel's loops, in which the tile counts set the order of the sums.
     """
     kernel = KernelCall("mlp_backward_mxfp8_nki_2_30", locals())
     call = kernel.call

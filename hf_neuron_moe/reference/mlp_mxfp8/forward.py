@@ -35,6 +35,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, product_tiles
 from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
 from hf_neuron_moe.reference.specification import multiples
+from hf_neuron_moe.reference.tiled_product import cut
 
 _MULTIPLES = multiples("mlp_forward")
 get_config_for_shape = get_forward_config_for_shape
@@ -53,25 +54,15 @@ class MLPForward(NamedTuple):
 
 @public
 def mlp_forward_mxfp8(
-    hidden: Tensor,
-    gate_up_weights: Tensor,
-    down_weights: Tensor,
+    hidden: Tensor, gate_up_weights: Tensor, down_weights: Tensor,
     *,
-    save_gate_pre: bool = False,
-    save_gate_act: bool = False,
-    save_up: bool = False,
-    save_hidden: bool = False,
+    save_gate_pre: bool = False, save_gate_act: bool = False, save_up: bool = False, save_hidden: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     use_scale_packing: bool = True,
-    hidden_scales: Tensor | None = None,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    hidden_is_swizzled: bool = False,
-    gate_up_is_swizzled: bool = False,
-    down_is_swizzled: bool = False,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> MLPForward:
+    hidden_scales: Tensor | None = None, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
+    hidden_is_swizzled: bool = False, gate_up_is_swizzled: bool = False, down_is_swizzled: bool = False,
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> MLPForward:  # fmt: skip
     """Compute what ``mlp_forward_mxfp8_nki`` computes; every buffer is returned, no argument is written to.
 
     Each operand comes raw (hidden ``[S, H]``, gate_up_weights ``[2I, H]``, down_weights ``[H, I]``), pre-swizzled
@@ -81,11 +72,8 @@ def mlp_forward_mxfp8(
     * S is a multiple of 8, I of 128, and H of 128 unless both its users are prepared. Raw tensors are bf16 or fp16,
       gate rows before up rows. Raw and prepared operands are never mixed on a contraction of 384 (upstream: garbage).
     * save_*: return the pre-activations, ``silu(gate)`` and ``silu(gate) * up``, each rounded once from fp32.
-    * dtype: of the output and the checkpoints: bf16, or fp32 to see the accumulators (down reads bf16 either way).
-    * use_scale_packing: whether given scales (uint8 or float8_e8m0fnu) are packed or oversized.
-    * mx_scale_rule: block scales of what is quantized here: ``"neuron"`` (nki 0.5 and later, ``2^(emax - 7)``) or
-      ``"floor"`` (earlier, ``2^(emax - 8)``).
-    * execute: ``"fast"``, or ``"tiles"`` for the kernel's loops on one core with its default tile counts.
+    * dtype: of the output and the checkpoints (down reads a bf16 intermediate either way).
+    * execute: ``"tiles"`` walks the loops of one core with the kernel's default tile counts.
     """
     kernel = KernelCall("mlp_forward_mxfp8", locals())
     call, saves = kernel.call, ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
@@ -109,43 +97,27 @@ def mlp_forward_mxfp8(
 
 @public
 def mlp_forward_mxfp8_nki(
-    hidden: Tensor,
-    gate_up_weights: Tensor,
-    down_weights: Tensor,
-    intermediate_hbm: Tensor,
+    hidden: Tensor, gate_up_weights: Tensor, down_weights: Tensor, intermediate_hbm: Tensor,
     run_with_lnc2: bool = True,
-    gate_up_tiles_m: int = 8,
-    gate_up_tiles_n: int = 1,
-    gate_up_tiles_k: int = 8,
-    down_tiles_m: int = 8,
-    down_tiles_n: int = 1,
-    down_tiles_k: int = 8,
+    gate_up_tiles_m: int = 8, gate_up_tiles_n: int = 1, gate_up_tiles_k: int = 8,
+    down_tiles_m: int = 8, down_tiles_n: int = 1, down_tiles_k: int = 8,
     fp8_x4_dtype: object = torch.float8_e4m3fn,
-    save_gate_pre: Tensor | None = None,
-    save_gate_act: Tensor | None = None,
-    save_up: Tensor | None = None,
+    save_gate_pre: Tensor | None = None, save_gate_act: Tensor | None = None, save_up: Tensor | None = None,
     save_hidden: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    hidden_scales: Tensor | None = None,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    hidden_is_swizzled: bool = False,
-    gate_up_is_swizzled: bool = False,
-    down_is_swizzled: bool = False,
+    spill_reload: bool = True, use_scale_packing: bool = True,
+    hidden_scales: Tensor | None = None, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
+    hidden_is_swizzled: bool = False, gate_up_is_swizzled: bool = False, down_is_swizzled: bool = False,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> Tensor:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> Tensor:  # fmt: skip
     """Run the forward as documented for nki-library 2.30 to 2.33; return the output ``[S, H]`` of `dtype`.
 
     Operands and errors are those of :func:`mlp_forward_mxfp8`. intermediate_hbm, bf16 ``[S, I]``, receives the
     intermediate, or save_hidden where it is given; save_gate_pre, save_gate_act and save_up, ``[S, I]`` bf16 or fp32,
     receive the fp32 values, cast once. run_with_lnc2 needs an even S, fp8_x4_dtype is e4m3.
 
-    Upstream is silent and wrong about scales in the other layout, operands that do not fit each other and mixed modes
-    at a contraction of 384, and ignores fp8_x4_dtype: all of these are errors here.
+    Upstream is silent and wrong about operands that do not fit each other, which are errors here.
     """
     kernel = KernelCall("mlp_forward_mxfp8_nki", locals())
     call, tds = kernel.call, _describe(kernel)
@@ -156,49 +128,37 @@ def mlp_forward_mxfp8_nki(
     for name in given:
         check_buffer(call[name], (tokens, inner), "[S, I]", name, STORED if name in saves else BF16)
     check_same_device({name: call[name] for name in ("hidden", *given)})
-    cores = kernel.cores(tokens)
-    walks = _walks(kernel, (tokens // (2 if run_with_lnc2 else 1), hidden_size, inner))
+    share = tokens // 2 if run_with_lnc2 else tokens
+    walks = _walks(kernel, (share, hidden_size, inner))
     kernel.launch()
     output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
     saved = {name.removeprefix("save_"): call[name] for name in given if name in saves}
     intermediate = intermediate_hbm if save_hidden is None else save_hidden
     operands = _operands(tds, kernel)
-    for rows in cores:
+    for rows in cut(tokens, share if execute == "tiles" else tokens):
         _run(operands, intermediate, output, saved, rows, walks)
     return output
 
 
 @public
 def compute_fused_gate_up_down_mxfp8(
-    hidden_td: TensorDescriptor,
-    gate_up_td: TensorDescriptor,
-    down_w_td: TensorDescriptor,
-    int_td: TensorDescriptor,
-    output_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
-    TILES_IN_BLOCK_M: int = 8,
-    TILES_IN_BLOCK_N_GU: int = 1,
-    TILES_IN_BLOCK_K_GU: int = 8,
-    TILES_IN_BLOCK_M_DOWN: int = 8,
-    TILES_IN_BLOCK_N_DOWN: int = 1,
-    TILES_IN_BLOCK_K_DOWN: int = 8,
-    save_gate_pre_td: TensorDescriptor | None = None,
-    save_gate_act_td: TensorDescriptor | None = None,
+    hidden_td: TensorDescriptor, gate_up_td: TensorDescriptor, down_w_td: TensorDescriptor,
+    int_td: TensorDescriptor, output_td: TensorDescriptor,
+    s_base_offset: int, dtype: torch.dtype,
+    TILES_IN_BLOCK_M: int = 8, TILES_IN_BLOCK_N_GU: int = 1, TILES_IN_BLOCK_K_GU: int = 8,
+    TILES_IN_BLOCK_M_DOWN: int = 8, TILES_IN_BLOCK_N_DOWN: int = 1, TILES_IN_BLOCK_K_DOWN: int = 8,
+    save_gate_pre_td: TensorDescriptor | None = None, save_gate_act_td: TensorDescriptor | None = None,
     save_up_td: TensorDescriptor | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Run one core's share of the forward: rows from s_base_offset on, half of S under LNC2, otherwise all of S.
 
     * hidden_td (F = S, K = H), gate_up_td (F = 2I, K = H), down_w_td (F = H, K = I): operands in any mode.
     * int_td (bf16 ``[S, I]``) and output_td (``[S, H]`` of `dtype`, bf16 or fp32): this core's rows are overwritten.
       Under LNC2 output_td may also be this core's slice, ``[S/2, H]``.
-    * save_gate_pre_td, save_gate_act_td, save_up_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
+    * save_*_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
     """
     step = KernelCall("compute_fused_gate_up_down_mxfp8", locals(), lone_384=True)
     names = ("hidden_td", "gate_up_td", "down_w_td")

@@ -9,7 +9,7 @@ counts by shape, which :class:`MlpBwdMatmulConfig` replaced in the backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -135,19 +135,31 @@ class MlpBwdMatmulConfig:
         `prefix` stands before the fields' names in errors of a function whose argument this is.
         """
         check_flags({"run_with_lnc2": lnc2})
-        (S, H, inner), cores = problem, 2 if lnc2 else 1
-        sizes = {
-            **dict.fromkeys(("recompute_gate", "recompute_up", "phase1_down_proj"), (S // cores, H, inner)),
-            "phase2_hidden_grad": (S // cores, 2 * inner, H),
-            "phase3_wgrad": (2 * inner // cores, S, H),
-            "phase4_wgrad": (H // cores, S, inner),
-        }
+        by_step = product_sizes(problem, 2 if lnc2 else 1)
+        M, half_K, N = by_step["phase2"]
+        by_step["phase2"] = (M, 2 * half_K, N)  # gate and up are one axis
+        sizes = {name: by_step[name.partition("_")[0]] for name in names}
         for name in names:
             check_config(getattr(self, name), sizes[name], argument=f"{prefix}{name}")
         found = [getattr(self, name) or automatic_config(*sizes[name], run_with_lnc2=lnc2) for name in names]
         if names == PROJECTIONS:
             check_shared_hidden_tiles(found[0], found[1], arguments=tuple(f"{prefix}{name}" for name in names))
         return tuple(found)
+
+
+def product_sizes(problem: Sizes, cores: int) -> dict[str, Sizes]:
+    """Return M, K and N of one core's products for S, H and I of all cores, by the prefix of their tile counts."""
+    S, H, inner = problem
+    rows = S // cores
+    return {
+        "gate_up": (rows, H, inner),
+        "down": (rows, inner, H),
+        "phase1": (rows, H, inner),
+        "phase2": (rows, inner, H),
+        "phase3": (2 * inner // cores, S, H),
+        "phase4": (H // cores, S, inner),
+        "recompute": (rows, H, inner),
+    }
 
 
 def check_config(config: object, size: Sizes | None, *, argument: str) -> None:
@@ -251,19 +263,18 @@ def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_s
     Otherwise: M as in the forward, N the largest of 4, 2, 1 that divides the column tiles, K one.
     """
     _check_shape(seq_len, hidden_size, intermediate_size, lnc)
-    S, H, inner = seq_len, hidden_size, intermediate_size
-    contraction = {"phase1": H, "phase2": inner, "phase3": S, "phase4": S, "recompute": H}
-    if recorded := _BACKWARD.get((S, H, inner)):
-        lowered = {}
-        for name, size in contraction.items():
-            m, n, k = getattr(recorded, name)
-            lowered[name] = (m, n, _largest_divisor(_tiles(size, TILE_K), range(k, 0, -1)))
-        return replace(recorded, **lowered)
-    # Upstream sizes phase 3 by I/lnc rows, although a core has I of the 2I there.
-    results = ((S, inner), (S, H), (inner, H), (H, inner), (S, inner))
-    row_tiles = (_largest_divisor(_tiles(rows // lnc, TILE_M), (16, 8, 4, 2, 1)) for rows, _ in results)
-    column_tiles = (_largest_divisor(_tiles(columns, TILE_N), (4, 2, 1)) for _, columns in results)
-    return MlpBwdConfig(*((m, n, 1) for m, n in zip(row_tiles, column_tiles)))
+    S, H, inner = problem = seq_len, hidden_size, intermediate_size
+    sizes, recorded, chosen = product_sizes(problem, lnc), _BACKWARD.get(problem), {}
+    sizes["phase3"] = (inner // lnc, S, H)  # as upstream sizes it, although a core has I of the 2I there
+    for name, (m, n, k) in vars(recorded or MlpBwdConfig()).items():
+        rows, contraction, columns = sizes[name]
+        if recorded:
+            k = _largest_divisor(_tiles(contraction, TILE_K), range(k, 0, -1))
+        else:
+            m = _largest_divisor(_tiles(rows, TILE_M), (16, 8, 4, 2, 1))
+            n, k = _largest_divisor(_tiles(columns, TILE_N), (4, 2, 1)), 1
+        chosen[name] = (m, n, k)
+    return MlpBwdConfig(**chosen)
 
 
 def _check_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int) -> None:

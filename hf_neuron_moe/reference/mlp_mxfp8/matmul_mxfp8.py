@@ -61,7 +61,6 @@ def quantize_block_mxfp8_kernel(
     * return_fp8_dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``. The data are plain fp8 ``[K/4, 4F]``, swizzled.
     * enable_scale_packing: uint8 scales ``[128*ceil(K/2048), F]``, otherwise oversized ``[K/4, F]``. Rows without a
       scale are 0 here and undefined on the device.
-    * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier).
     """
     check_dtype(src_tensor, RAW_DTYPES, "src_tensor")
     check_shape(src_tensor, (None, None), "[F, K]", "src_tensor")
@@ -110,9 +109,8 @@ def matmul_mxfp8(
     pre-swizzled ``[K/4, 4F]`` by default, raw ``[F, K]`` with ``*_is_swizzled=False``, raw ``[K, F]`` (F a multiple of
     512) with ``*_is_f_by_k=False`` as well. Both operands have any mode.
 
-    * TILES_IN_BLOCK_*, tile shapes ``(tile_k, tile_m)`` and ``(tile_k, tile_n)``: None is chosen automatically. With
-      ``execute="tiles"`` they set the order of the sums; otherwise they are only checked, as the other switches are.
-    * float8_dtype: only e4m3fn. use_scale_packing: given scales must be packed.
+    * TILES_IN_BLOCK_*, tile shapes ``(tile_k, tile_m)`` and ``(tile_k, tile_n)``: None is chosen automatically.
+    * use_scale_packing: given scales must be packed.
     * lnc_2_shard_rhs: two cores halve N (True) or M (False); None is the kernel's choice. K is never cut, so this
       changes no sum.
     * output_td: bf16 or fp32 ``[M, N]`` to fill instead of a new tensor. With ``initialize_accumulator=False`` the
@@ -135,17 +133,32 @@ def matmul_mxfp8(
         step.check_even({"N of rhs": right.F} if lnc_2_shard_rhs else {"M of lhs": left.F})
     size = (left.F, left.K, right.F)
     walk = step.walk(_config(step, size), size)
-    output = _output(step, left, right)
+    if output_td is None and not initialize_accumulator:
+        expected, fix = "given with initialize_accumulator=False", "Describe the tensor to add to."
+        raise ConfigError.about("output_td", expected, "None", fix)
+    check_record(output_td, TensorDescriptor, "output_td")
+    shape = (left.F, right.F)
+    output = None if output_td is None else check_buffer(output_td.data, shape, "[M, N]", "output_td", STORED)
     check_same_device({"lhs": left.td.data, "rhs": right.td.data, "output_td": output})
+    if output is not None:
+        place = output.untyped_storage().data_ptr()
+        read = [name for name, each in (("lhs", left), ("rhs", right)) if _place(each.td) == place]
+        fix, got = "Its rows are written while the operands are read: pass other memory.", "".join(read[:1])
+        check_rules([Rule(not read, "output_td", "a tensor with memory of its own", f"that of {got}", fix)])
     step.launch()
     assert left.td.data is not None
     if output is None:
-        output = left.td.data.new_empty((left.F, right.F), dtype=output_dtype)
+        output = left.td.data.new_empty(shape, dtype=output_dtype)
     scratch = call_scratch(output.device)
     for rows, columns, values in product_tiles([(left, right)], scratch, rows=slice(0, left.F), walk=walk):
         part = output[rows, columns]
         part.copy_(values if initialize_accumulator else values + part)
     return output
+
+
+def _place(td: TensorDescriptor) -> int | None:
+    """Where an operand's memory begins."""
+    return None if td.data is None else td.data.untyped_storage().data_ptr()
 
 
 def _operand(step: KernelCall, name: str) -> MXOperand:
@@ -185,13 +198,3 @@ def _config(step: KernelCall, size: tuple[int, int, int]) -> MatmulMxfp8KernelCo
     tiles = {f"tile_{axis}": f"{'rhs' if axis == 'n' else 'lhs'}_matmul_tile_shape_logical" for axis in "mkn"}
     check_fits(config, lambda field: tiles.get(field, field))
     return config
-
-
-def _output(step: KernelCall, left: MXOperand, right: MXOperand) -> Tensor | None:
-    """Return the tensor that is described for the result, None where there is none."""
-    td = step.call.get("output_td")
-    check_record(td, TensorDescriptor, "output_td")
-    if td is None and not step.call["initialize_accumulator"]:
-        expected, fix = "given with initialize_accumulator=False", "Describe the tensor to add to."
-        raise ConfigError.about("output_td", expected, "None", fix)
-    return None if td is None else check_buffer(td.data, (left.F, right.F), "[M, N]", "output_td", STORED)

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_neuron_moe.checks import Rule, check_rules
-from hf_neuron_moe.formats.constants import LANES
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK
+from hf_neuron_moe.reference.tiled_product import BANK, PARTITIONS
 
 if TYPE_CHECKING:
     from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig
 
-PARTITIONS = 128
-PSUM_BANKS, BANK_VALUES = 8, 512  # per partition; a bank holds 512 fp32 values
+PSUM_BANKS = 8
 SBUF_BYTES = (32 << 20) // PARTITIONS  # per partition: 256 KiB
 _PACKED_TILES = 4  # K tiles whose packed scales share one row
 
@@ -59,7 +59,7 @@ def product_footprint(config: MatmulMxfp8KernelConfig) -> Footprint:
     per_position = LANES * k_tiles + -(-k_tiles // _PACKED_TILES)
     return Footprint(
         partitions=max(-(-tile_k // LANES), tile_m),
-        psum_banks=-(-tile_n // BANK_VALUES),
+        psum_banks=-(-tile_n // BANK),
         left_bytes=left * per_position,
         right_bytes=right * per_position,
         accumulator_bytes=4 * tile_n if k_slots > config.TILES_IN_BLOCK_K else 0,
@@ -75,7 +75,9 @@ def check_fits(config: MatmulMxfp8KernelConfig, names: Callable[[str], str] = st
     check_rules([
         Rule(need.partitions <= PARTITIONS, tile, f"a tile of at most {PARTITIONS} partitions",
              need.partitions, f"A tile has up to {PARTITIONS} rows of the result and {LANES * PARTITIONS} of K."),
+        Rule(config.tile_k % MX_BLOCK == 0, names("tile_k"), f"a multiple of {MX_BLOCK}",
+             config.tile_k, "An MX group has 8 partitions of 4 lanes."),
         Rule(need.psum_banks <= PSUM_BANKS, names("tile_n"), f"a tile of at most {PSUM_BANKS} PSUM banks",
-             need.psum_banks, f"A bank holds {BANK_VALUES} fp32 values per partition."),
+             need.psum_banks, f"A bank holds {BANK} fp32 values per partition."),
         Rule(need.sbuf_bytes <= SBUF_BYTES, larger, sbuf, f"at least {need.sbuf_bytes}", "Use fewer tiles per block."),
     ])  # fmt: skip

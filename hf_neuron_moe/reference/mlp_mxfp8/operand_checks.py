@@ -15,6 +15,7 @@ from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, not_one_of
 from hf_neuron_moe.formats.constants import ScaleRule, SwizzleScheme, choose
 from hf_neuron_moe.formats.scales import kernel_row_counts
+from hf_neuron_moe.reference.block_rows import EXECUTIONS
 from hf_neuron_moe.reference.described_operand import (
     RAW_DTYPES,
     UNSCALED,
@@ -34,7 +35,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     check_config,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config
-from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk, cut
+from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
 from hf_neuron_moe.reference.moe_types import ClampLimits
 from hf_neuron_moe.reference.specification import multiples
 
@@ -128,8 +129,8 @@ class KernelCall:
         self.lone_384: bool = call.get("lone_384", lone_384)
         self.rule = choose(ScaleRule, call.get("mx_scale_rule", ScaleRule.NEURON), argument="mx_scale_rule")
         self.execute: str = call.get("execute", "fast")
-        if self.execute not in ("fast", "tiles"):
-            raise not_one_of("execute", self.execute, ("fast", "tiles"))
+        if self.execute not in EXECUTIONS:
+            raise not_one_of("execute", self.execute, EXECUTIONS)
         self._launch = kernel, scheduling(call)
         check_flags({"lone_384": self.lone_384})
         check_record(call.get("clamp_limits"), ClampLimits, "clamp_limits")
@@ -152,11 +153,6 @@ class KernelCall:
         options = {name: self.call.get(name, default) for name, default in defaults.items()}
         lnc2 = self.lnc2 and self.execute == "tiles"
         return options | {"run_with_lnc2": lnc2, "mx_scale_rule": self.rule, "execute": self.execute}
-
-    def cores(self, size: int) -> list[slice]:
-        """Return the rows that a whole function works on at a time: all, with tiles those of one core."""
-        halves = cut(slice(0, size), size // 2 if self.lnc2 else size)
-        return halves if self.execute == "tiles" else [slice(0, size)]
 
     def counted_walk(self, size: Sizes, arguments: tuple[str, ...]) -> TileWalk | None:
         """Check the tile counts in arguments, for M, N and K, of a product of M, K, N = `size`; return its walk."""

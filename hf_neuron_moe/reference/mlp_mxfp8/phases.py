@@ -55,26 +55,17 @@ def _sharding(run_with_lnc2: bool, core: int) -> tuple[int, int]:
 
 @public
 def compute_phase1_down_proj_mm_grad_mxfp8(
-    output_grad_td: TensorDescriptor,
-    gate_pre_td: TensorDescriptor,
-    gate_act_td: TensorDescriptor,
-    up_td: TensorDescriptor,
-    d_gate_up_td: TensorDescriptor,
+    output_grad_td: TensorDescriptor, gate_pre_td: TensorDescriptor, gate_act_td: TensorDescriptor,
+    up_td: TensorDescriptor, d_gate_up_td: TensorDescriptor,
     scratch_td: TensorDescriptor | None,
     down_weight_td: TensorDescriptor,
-    s_base: int,
-    dtype: torch.dtype,
-    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    s_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     clamp_limits: ClampLimits | None = None,
     *,
-    lone_384: bool = False,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    lone_384: bool = False, mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Fill the rows from s_base on of d_gate_up ``[S, 2I]`` and the same columns of its transpose ``[2I, S]``.
 
     * output_grad_td: F = S, K = H. down_weight_td: F = I, K = H (the transpose of the parameter). Any mode.
@@ -126,20 +117,13 @@ def _gate_up_grads(d_int: Tensor, parts: Sequence[Tensor], limits: ClampLimits, 
 
 @public
 def compute_phase2_hidden_states_grad_mxfp8(
-    hidden_states_grad_td: TensorDescriptor,
-    gate_up_weight_td: TensorDescriptor,
-    d_gate_up_td: TensorDescriptor,
-    s_base: int,
-    dtype: torch.dtype,
-    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    hidden_states_grad_td: TensorDescriptor, gate_up_weight_td: TensorDescriptor, d_gate_up_td: TensorDescriptor,
+    s_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Fill the rows from s_base on of dX ``[S, H]``, one product with K = 2I (release 2.31 and later).
 
     * gate_up_weight_td: F = H, K = 2I (gate, then up: the fused weight's transpose). d_gate_up_td: raw, F = S, K = 2I.
@@ -152,22 +136,14 @@ def compute_phase2_hidden_states_grad_mxfp8(
 
 @public
 def compute_phase2_hidden_states_grad_mxfp8_2_30(
-    hidden_states_grad_td: TensorDescriptor,
-    gate_weight_td: TensorDescriptor,
-    up_weight_td: TensorDescriptor,
-    d_gate_td: TensorDescriptor,
-    d_up_td: TensorDescriptor,
-    s_base: int,
-    dtype: torch.dtype,
-    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    hidden_states_grad_td: TensorDescriptor, gate_weight_td: TensorDescriptor, up_weight_td: TensorDescriptor,
+    d_gate_td: TensorDescriptor, d_up_td: TensorDescriptor,
+    s_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Fill the rows from s_base on of dX ``[S, H]`` as release 2.30 does: K = I twice, gate first, one accumulator.
 
     Values differ from release 2.31's unless I is a multiple of 512, where no MX group spans gate and up.
@@ -183,21 +159,14 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
 
 @public
 def compute_phase3_gate_up_weight_grad_mxfp8(
-    weight_grad_td: TensorDescriptor,
-    hidden_states_T_td: TensorDescriptor,
-    grad_T_td: TensorDescriptor,
-    dtype: torch.dtype,
-    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    weight_grad_td: TensorDescriptor, hidden_states_T_td: TensorDescriptor, grad_T_td: TensorDescriptor,
+    dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
     core: int | None = None,
-    lone_384: bool = False,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    lone_384: bool = False, mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Fill ``[dWg; dWu]`` ``[2I, H]``, contracted over S.
 
     * hidden_states_T_td: F = H, K = S. grad_T_td: raw, F = 2I, K = S. weight_grad_td: bf16 or fp32.
@@ -215,21 +184,13 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
 
 @public
 def compute_phase4_down_weight_grad_mxfp8(
-    down_weight_grad_td: TensorDescriptor,
-    output_grad_T_td: TensorDescriptor,
-    intermediate_T_td: TensorDescriptor,
-    h_base: int,
-    dtype: torch.dtype,
-    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    down_weight_grad_td: TensorDescriptor, output_grad_T_td: TensorDescriptor, intermediate_T_td: TensorDescriptor,
+    h_base: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
     config: MatmulMxfp8KernelConfig | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     *,
-    lone_384: bool = False,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    lone_384: bool = False, mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Fill the rows from h_base on of dWd ``[H, I]`` (half of H under LNC2), contracted over S.
 
     * output_grad_T_td: F = H, K = S. intermediate_T_td: F = I, K = S. down_weight_grad_td: bf16 or fp32.

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.reference.described_operand import MXOperand
-from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk, cut, walk_gate_up, walk_sum
+from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import Products, TileWalk, walk_tiles
+from hf_neuron_moe.reference.tiled_product import cut
 
 ROWS = 512  # rows of a tile; the elementwise work between two products touches this many rows of a few buffers
 COLUMNS = 2048  # of a tile; more where K is short, so that left operands are loaded fewer times, less where it is long
@@ -42,25 +43,9 @@ def product_tiles(
     compute. `k_major` is the memory order of the left and the right values: a property of the product, not of the
     operands' modes, so that all modes run the same GEMMs.
     """
-    if walk is not None:
-        yield from walk_sum(pairs, walk, rows=rows)
-        return
-    step = column_step(max(right.K for _, right in pairs))
-    for width in cut(slice(0, pairs[0][1].F), step):
-        rights = [
-            right.load(width.start, width.stop, k_major=k_major[1], scratch=scratch, name=f"mx_right{number}")
-            for number, (_, right) in enumerate(pairs)
-        ]
-        for part in cut(rows, ROWS):
-            shape = (part.stop - part.start, width.stop - width.start)
-            values = scratch.get("mx_product", shape, torch.float32)
-            for number, ((left, _), right_NK) in enumerate(zip(pairs, rights, strict=True)):
-                left_MK = left.load(part.start, part.stop, k_major=k_major[0], scratch=scratch, name="mx_left")
-                if number == 0:
-                    torch.mm(left_MK, right_NK.t(), out=values)
-                else:
-                    values.addmm_(left_MK, right_NK.t())
-            yield part, width, values
+    products = {"product": [(left, right, 0) for left, right in pairs]}
+    for part, columns, made in _tiles(products, scratch, rows, pairs[0][1].F, k_major, walk):
+        yield part, columns, made["product"]
 
 
 def gate_up_tiles(
@@ -77,20 +62,38 @@ def gate_up_tiles(
     `hidden` is X (F = S, K = H), quantized once for both, `gate_up` the fused weight (F = 2I, gate first, K = H).
     `rows` is the part of S to compute.
     """
-    if walk is not None:
-        yield from walk_gate_up(hidden, gate_up, walk, rows=rows, wanted=wanted)
-        return
     inner = gate_up.F // 2
-    offsets = {name: offset for name, offset in (("gate", 0), ("up", inner)) if name in wanted}
-    step = max(ROWS, column_step(gate_up.K) // 2 // ROWS * ROWS)
-    for columns in cut(slice(0, inner), step):
-        weights = {}
-        for name, offset in offsets.items():
-            first, last = offset + columns.start, offset + columns.stop
-            weights[name] = gate_up.load(first, last, k_major=False, scratch=scratch, name=f"mx_{name}_weight")
+    products = {name: [(hidden, gate_up, base)] for name, base in (("gate", 0), ("up", inner)) if name in wanted}
+    return _tiles(products, scratch, rows, inner, (False, False), walk) if products else iter(())
+
+
+def _tiles(
+    products: Products, scratch: Scratch, rows: slice, size: int, k_major: tuple[bool, bool], walk: TileWalk | None
+) -> Iterator[tuple[slice, slice, dict[str, Tensor]]]:
+    """Yield rows, columns below `size` and the values of all products, which have one K and are in one tile."""
+    if walk is not None:
+        yield from walk_tiles(products, walk, rows=rows, columns=size)
+        return
+    summands = [(name, *summand) for name, pairs in products.items() for summand in pairs]
+    right = summands[0][2]
+    step = max(ROWS, column_step(right.K) // (right.F // size) // ROWS * ROWS)  # tiles of gate and up share the room
+    for columns in cut(size, step):
+        rights = [
+            right.load(
+                base + columns.start, base + columns.stop, k_major=k_major[1], scratch=scratch, name=f"mx_right{n}"
+            )
+            for n, (_, _, right, base) in enumerate(summands)
+        ]
         for part in cut(rows, ROWS):
-            x_RH = hidden.load(part.start, part.stop, k_major=False, scratch=scratch, name="mx_left")
-            shape, made = (part.stop - part.start, columns.stop - columns.start), {}
-            for name, weight_IH in weights.items():
-                made[name] = torch.mm(x_RH, weight_IH.t(), out=scratch.get(f"mx_{name}", shape, torch.float32))
+            shape, loaded = (part.stop - part.start, columns.stop - columns.start), None
+            made: dict[str, Tensor] = {}
+            for (name, left, *_), right_NK in zip(summands, rights, strict=True):
+                if left is not loaded:
+                    left_MK = left.load(part.start, part.stop, k_major=k_major[0], scratch=scratch, name="mx_left")
+                    loaded = left
+                if name in made:
+                    made[name].addmm_(left_MK, right_NK.t())
+                else:
+                    values = scratch.get(f"mx_{name}", shape, torch.float32)
+                    made[name] = torch.mm(left_MK, right_NK.t(), out=values)
             yield part, columns, made

@@ -25,9 +25,9 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
 )
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import KernelCall
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles
-from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import cut
 from hf_neuron_moe.reference.moe_cte_saved import clamp_
 from hf_neuron_moe.reference.moe_types import ClampLimits
+from hf_neuron_moe.reference.tiled_product import cut
 
 _STEP_ELEMENTS = 1 << 18  # of one elementwise step
 CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
@@ -37,32 +37,23 @@ _STORED = ("torch.bfloat16, the dtype of the checkpoints", "Pass bf16 buffers.")
 
 @public
 def recompute_gate_up_projection(
-    hidden_td: TensorDescriptor,
-    gate_up_td: TensorDescriptor,
-    gate_pre_td: TensorDescriptor | None,
-    up_td: TensorDescriptor | None,
-    s_base_offset: int,
-    dtype: torch.dtype,
-    fp8_x4_dtype: object = torch.float8_e4m3fn,
-    gate_config: MatmulMxfp8KernelConfig | None = None,
-    up_config: MatmulMxfp8KernelConfig | None = None,
-    spill_reload: bool = True,
-    use_scale_packing: bool = True,
-    run_with_lnc2: bool = True,
+    hidden_td: TensorDescriptor, gate_up_td: TensorDescriptor,
+    gate_pre_td: TensorDescriptor | None, up_td: TensorDescriptor | None,
+    s_base_offset: int, dtype: torch.dtype, fp8_x4_dtype: object = torch.float8_e4m3fn,
+    gate_config: MatmulMxfp8KernelConfig | None = None, up_config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True, use_scale_packing: bool = True, run_with_lnc2: bool = True,
     clamp_limits: ClampLimits | None = None,
     *,
-    lone_384: bool = False,
-    mx_scale_rule: str = "neuron",
-    execute: str = "fast",
-) -> None:
+    lone_384: bool = False, mx_scale_rule: str = "neuron", execute: str = "fast",
+) -> None:  # fmt: skip
     """Fill the rows from s_base_offset on of gate_pre and up ``[S, I]``: the forward's projections, rounded once.
 
     * hidden_td: F = S, K = H. gate_up_td: F = 2I, K = H, gate first. Any mode.
     * gate_pre_td, up_td: bf16; None is not computed (upstream always stores both).
     * clamp_limits: the fp32 accumulators become ``max(min(x, upper), lower)`` before they are rounded; gate takes the
       non-linear limits and up the linear ones.
-    * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
-    * lone_384: group raw K = 384 as release 2.30 does. execute: ``"tiles"`` walks the tiles of gate_config.
+    * gate_config, whose tiles are walked, and up_config: for M, K, N = S, H, I (half of S under LNC2), with the same
+      tiles of the hidden states.
     """
     step = KernelCall("recompute_gate_up_projection", locals(), _STORED)
     hidden, gate_up = step.pair("hidden_td", "gate_up_td", "[2I, H]")
@@ -87,12 +78,10 @@ def recompute_gate_up_projection(
 
 @public
 def recompute_gate_act(
-    gate_pre_td: TensorDescriptor,
-    gate_act_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
+    gate_pre_td: TensorDescriptor, gate_act_td: TensorDescriptor,
+    s_base_offset: int, dtype: torch.dtype,
     run_with_lnc2: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Fill the rows from s_base_offset on of gate_act with ``bf16(silu(gate_pre))``; both bf16 ``[S, I]``."""
     parts, (gate_act, gate_pre) = _elementwise("recompute_gate_act", locals(), "gate_act_td", "gate_pre_td")
     with torch.no_grad():
@@ -102,13 +91,10 @@ def recompute_gate_act(
 
 @public
 def recompute_intermediate(
-    gate_act_td: TensorDescriptor,
-    up_td: TensorDescriptor,
-    intermediate_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
+    gate_act_td: TensorDescriptor, up_td: TensorDescriptor, intermediate_td: TensorDescriptor,
+    s_base_offset: int, dtype: torch.dtype,
     run_with_lnc2: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Fill the rows from s_base_offset on of the intermediate with ``bf16(gate_act * up)``; all bf16 ``[S, I]``."""
     names = ("intermediate_td", "gate_act_td", "up_td")
     parts, (intermediate, gate_act, up) = _elementwise("recompute_intermediate", locals(), *names)
@@ -119,13 +105,10 @@ def recompute_intermediate(
 
 
 def recompute_hidden(
-    gate_act_td: TensorDescriptor,
-    up_td: TensorDescriptor,
-    hidden_td: TensorDescriptor,
-    s_base_offset: int,
-    dtype: torch.dtype,
+    gate_act_td: TensorDescriptor, up_td: TensorDescriptor, hidden_td: TensorDescriptor,
+    s_base_offset: int, dtype: torch.dtype,
     run_with_lnc2: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """:func:`recompute_intermediate` under its name of release 2.30, which called the intermediate hidden."""
     recompute_intermediate(gate_act_td, up_td, hidden_td, s_base_offset, dtype, run_with_lnc2)
 

@@ -17,6 +17,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MlpBwdMatmulConfig,
     MlpFwdConfig,
     Sizes,
+    product_sizes,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.on_chip import Footprint, check_fits, product_footprint
 
@@ -51,21 +52,6 @@ def footprint(
         sizes, counts = product_sizes((S, H, inner), lnc), vars(tiles)
         configs = {name: _config(sizes[name], counts[name], lnc == 2) for name in counts}
     return {name: product_footprint(config) for name, config in configs.items()}
-
-
-def product_sizes(problem: Sizes, cores: int) -> dict[str, Sizes]:
-    """Return M, K and N of one core's products for S, H and I of all cores, by the prefix of their tile counts."""
-    S, H, inner = problem
-    rows = S // cores
-    return {
-        "gate_up": (rows, H, inner),
-        "down": (rows, inner, H),
-        "phase1": (rows, H, inner),
-        "phase2": (rows, inner, H),
-        "phase3": (2 * inner // cores, S, H),
-        "phase4": (H // cores, S, inner),
-        "recompute": (rows, H, inner),
-    }
 
 
 def counted_config(size: Sizes, counts: Sizes, *, arguments: tuple[str, ...], lnc2: bool) -> MatmulMxfp8KernelConfig:

@@ -31,7 +31,8 @@ Sources: nki-library 2.30 ``mlp_fwd_mxfp8``, ``mlp_bwd_mxfp8`` and ``matmul_mxfp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx
 from hf_neuron_moe.formats.swizzle import tile_segments, unswizzle
 from hf_neuron_moe.reference.described_operand import MXOperand
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig
+from hf_neuron_moe.reference.tiled_product import cut
 
 Products = Mapping[str, Sequence[tuple[MXOperand, MXOperand, int]]]
 """By the name of a result: left operand, right operand and the first position of the right one's F to read, summed."""
@@ -57,25 +59,6 @@ class TileWalk(NamedTuple):
     spill_reload: bool = True
 
 
-def walk_sum(
-    pairs: Sequence[tuple[MXOperand, MXOperand]], walk: TileWalk, *, rows: slice
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield what ``product_tiles`` yields, rows, columns and fp32 values of ``sum(left @ right^T)``, tile by tile."""
-    products = {"sum": [(left, right, 0) for left, right in pairs]}
-    for part, columns, made in walk_tiles(products, walk, rows=rows, columns=pairs[0][1].F):
-        yield part, columns, made["sum"]
-
-
-def walk_gate_up(
-    hidden: MXOperand, gate_up: MXOperand, walk: TileWalk, *, rows: slice, wanted: Collection[str]
-) -> Iterator[tuple[slice, slice, dict[str, Tensor]]]:
-    """Yield what ``gate_up_tiles`` yields, tile by tile: rows, columns of I, and fp32 values by name."""
-    inner = gate_up.F // 2
-    offsets = {"gate": 0, "up": inner}
-    products = {name: [(hidden, gate_up, offset)] for name, offset in offsets.items() if name in wanted}
-    yield from walk_tiles(products, walk, rows=rows, columns=inner)
-
-
 def walk_tiles(
     products: Products, walk: TileWalk, *, rows: slice, columns: int
 ) -> Iterator[tuple[slice, slice, dict[str, Tensor]]]:
@@ -88,7 +71,7 @@ def walk_tiles(
         for k_tiles in k_blocks(step[0][0], config)
     ]
     for block_M in cut(rows, config.tile_m * config.TILES_IN_BLOCK_M):
-        for block_N in cut(slice(0, columns), config.tile_n * config.TILES_IN_BLOCK_N):
+        for block_N in cut(columns, config.tile_n * config.TILES_IN_BLOCK_N):
             tiles = [(m, n) for m in cut(block_M, config.tile_m) for n in cut(block_N, config.tile_n)]
             accumulators: dict[tuple[str, int, int], Tensor] = {}
             for block_K in blocks_of_K:
@@ -108,12 +91,8 @@ def _sum_in_psum(
     left: MXOperand, m: slice, right: MXOperand, n: slice, k_tiles: Sequence[slice], spilled: Spilled
 ) -> Tensor:
     """Return the fp32 sum over the K tiles of one block for one tile of the result, in the order of K."""
-    psum = None
-    for k in k_tiles:
-        product = nc_matmul_mx(_reload(left, m, k, spilled), _reload(right, n, k, spilled))
-        psum = product if psum is None else psum + product
-    assert psum is not None
-    return psum
+    products = (nc_matmul_mx(_reload(left, m, k, spilled), _reload(right, n, k, spilled)) for k in k_tiles)
+    return functools.reduce(torch.add, products)
 
 
 def _reload(operand: MXOperand, f: slice, k: slice, spilled: Spilled) -> MXTensor:
@@ -126,7 +105,9 @@ def _reload(operand: MXOperand, f: slice, k: slice, spilled: Spilled) -> MXTenso
 
 def nc_matmul_mx(stationary: MXTensor, moving: MXTensor) -> Tensor:
     """Return the fp32 product ``[M, N]`` of two swizzled tiles: a sum over partitions and the 4 values of a word."""
-    return torch.mm(_values(stationary), _values(moving).t())
+    tiles = (unswizzle(dequantize_mx(tile.codes, tile.scales), "1x32") for tile in (stationary, moving))
+    left_MK, right_NK = tiles  # exact fp32 values; a row holds partition after partition, four values each
+    return torch.mm(left_MK, right_NK.t())
 
 
 def k_blocks(operand: MXOperand, config: MatmulMxfp8KernelConfig) -> list[list[slice]]:
@@ -141,13 +122,3 @@ def k_blocks(operand: MXOperand, config: MatmulMxfp8KernelConfig) -> list[list[s
                 block = k.start // (config.tile_k * config.TILES_IN_BLOCK_K)
                 blocks.setdefault(block, []).append(slice(k.start // LANES, k.stop // LANES))
     return list(blocks.values())
-
-
-def _values(tile: MXTensor) -> Tensor:
-    """Return exact fp32 values ``[F', K']``; a row holds partition after partition, four values each."""
-    return unswizzle(dequantize_mx(tile.codes, tile.scales), "1x32")
-
-
-def cut(part: slice, size: int) -> list[slice]:
-    """Cut a range of rows, columns or elements into tiles."""
-    return [slice(start, min(start + size, part.stop)) for start in range(part.start, part.stop, size)]

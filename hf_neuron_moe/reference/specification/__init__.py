@@ -153,9 +153,9 @@ def unsupported(name: str) -> list[dict[str, str]]:
     return found
 
 
-def check_documented_values(rows: Iterable[Mapping[str, str]], given: Mapping[str, Any]) -> None:
-    """Raise for a value among `given`, arguments by name, that one of the rows lists, with the row's reason."""
-    for row in rows:
+def check_documented_values(name: str, given: Mapping[str, Any]) -> None:
+    """Raise for a value among `given`, arguments by name, that is unsupported in a family, with the row's reason."""
+    for row in unsupported(name):
         value = given.get(row["argument"])
         if dtype_name(value) == row["value"]:
             error = ConfigError if value == row["value"] else DTypeError
