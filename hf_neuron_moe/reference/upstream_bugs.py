@@ -24,8 +24,8 @@ from hf_neuron_moe.reference.moe_cte_scales import Scales
 from hf_neuron_moe.reference.moe_types import ActFnType, BlockShardStrategy, MoECTEImplementation as Kind, bound
 
 FORWARD = {
-    "pre_scale_first_tile": "2.29 and later, shard_on_i with PRE_SCALE: slots from 512 on get the affinities of slots "
-    "0 to 511",
+    "pre_scale_first_tile": "2.29 and later, shard_on_i and its hybrid with PRE_SCALE: slots from 512 on get the "
+    "affinities of slots 0 to 511",
     "no_affinity_bias_first_tile": "2.29 and later, shard_on_i with plain stores and no affinity on the output: only "
     "the first 128 slots of each core's half of a block get the down bias",
     "mx_bias_twice": "2.29 and later, shard_on_i_mx: both cores add the down bias before their sums are added",

@@ -31,6 +31,8 @@ def products(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[tuple[int, in
 @pytest.mark.parametrize(("kind", "blocks_cores"), [("shard_on_i", 2), ("shard_on_block", 1)])
 def test_the_forward(kind: str, blocks_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, given = products(monkeypatch, block_walk), call(kind, 40)
+    given |= {"gate_up_proj_weight": torch.zeros(3, 32, 2, 512), "down_proj_weight": torch.zeros(3, 512, 32)}
+    given |= {"gate_and_up_proj_bias": None, "down_proj_bias": None}
     moe_cte(**given)
     assert seen == []
     moe_cte(**given, execute="tiles")

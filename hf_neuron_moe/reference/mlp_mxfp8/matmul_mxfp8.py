@@ -46,6 +46,10 @@ _FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5
 Operand = Tensor | TensorDescriptor | tuple[Tensor, Tensor]
 
 
+_OPTIONAL = ("TILES_IN", "lhs_matmul", "rhs_matmul", "lhs_scales", "rhs_scales", "lnc_2_shard", "output_td")
+"""How the names of arguments begin that may be None."""
+
+
 @public
 def quantize_block_mxfp8_kernel(
     src_tensor: Tensor,
@@ -55,10 +59,11 @@ def quantize_block_mxfp8_kernel(
     *,
     mx_scale_rule: str = "neuron",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize ``[F, K]`` along K; return the scales first, then the data, as both operands of a product take them.
+    """Quantize ``[F, K]`` along K; return the scales first, then the data (a product takes the data first).
 
     * src_tensor: bf16 or fp16, K a multiple of 128, F of 8 (and at least 512 with run_with_lnc2, which halves F).
-    * return_fp8_dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``. The data are plain fp8 ``[K/4, 4F]``, swizzled.
+    * return_fp8_dtype: ``"float8_e4m3fn"`` or, for no product here, ``"float8_e5m2"``. The data are plain fp8
+      ``[K/4, 4F]``, swizzled.
     * enable_scale_packing: uint8 scales ``[128*ceil(K/2048), F]``, otherwise oversized ``[K/4, F]``. Rows without a
       scale are 0 here and undefined on the device.
     """
@@ -119,7 +124,8 @@ def matmul_mxfp8(
     Releases: 2.30 has fp32, e5m2 and ``lnc_2_shard_rhs=True`` as defaults. 2.33 spells the memory order
     ``lhs_orientation``, ``rhs_orientation``.
     """
-    step = KernelCall("matmul_mxfp8", {name: value for name, value in locals().items() if value is not None})
+    given = {name: value for name, value in locals().items() if value is not None or not name.startswith(_OPTIONAL)}
+    step = KernelCall("matmul_mxfp8", given)
     if output_dtype not in STORED:
         raise ConfigError.about("output_dtype", "torch.bfloat16 or torch.float32", str(output_dtype), "Choose one.")
     if float8_dtype != "float8_e4m3fn":
