@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -49,6 +50,8 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 FAMILIES = (*DENSE, *MOE)
 WEIGHT_LAYOUTS = ("stock", "kernel")
+SOME_SLOW_LAYOUTS = ["stock", pytest.param("kernel", marks=pytest.mark.slow)]
+"""Both, one of them in the fast run."""
 
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:

@@ -302,7 +302,14 @@ def test_compiles_without_a_graph_break() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
-@pytest.mark.parametrize("keep", ["", "minimal", "fp8", "recompute", "up", "gate_pre+gate_act+up+intermediate"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        *("", "minimal"),
+        *(pytest.param(keep, marks=pytest.mark.slow) for keep in ("fp8", "recompute", "up")),
+        pytest.param("gate_pre+gate_act+up+intermediate", marks=pytest.mark.slow),
+    ],
+)
 def test_opcheck_forward(precision: str, keep: str) -> None:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     tensors = [t.detach() for t in mlp_tensors(12, 32, 48)]

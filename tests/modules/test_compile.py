@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.modules.experts import register_experts_implementation
-from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
+from tests.tiny_models import SOME_SLOW_LAYOUTS, tiny_model, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_a_patched_model_is_one_graph(family: str, home: str) -> None:
     model = tiny_model(family).eval()

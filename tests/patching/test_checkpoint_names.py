@@ -18,7 +18,7 @@ from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.patching import checkpoint_names
 from hf_neuron_moe.training import disable_moe_resume, enable_moe_resume
 from tests.refusals import refused
-from tests.tiny_models import FAMILIES, MOE, WEIGHT_LAYOUTS, tiny_config, tiny_model, tokens
+from tests.tiny_models import FAMILIES, MOE, SOME_SLOW_LAYOUTS, WEIGHT_LAYOUTS, tiny_config, tiny_model, tokens
 
 
 def saved(family: str, folder: Path, **options: object) -> nn.Module:
@@ -84,7 +84,7 @@ def test_shards_that_split_one_layers_experts(family: str, home: str | None, ord
     assert_equal_weights(model, source)
 
 
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 def test_load_sharded_checkpoint_of_transformers(home: str, tmp_path: Path) -> None:
     source = saved("mixtral", tmp_path, max_shard_size="60KB")
     model = other("mixtral", home)

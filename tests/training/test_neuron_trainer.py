@@ -24,7 +24,7 @@ from hf_neuron_moe import (
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.training.prepare import is_patched
 from tests.refusals import refused
-from tests.tiny_models import WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model
+from tests.tiny_models import SOME_SLOW_LAYOUTS, WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model
 from tests.training.runs import SETTINGS, Rows, arguments, losses, metrics, train_logs, trainer
 
 
@@ -44,7 +44,7 @@ def same_weights(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_losses_equal_patch_model_and_the_stock_trainer(family: str, home: str, precision: str, tmp_path: Path) -> None:
     by_hand = tiny_model(family)
@@ -177,7 +177,7 @@ def test_adapters_on_a_dense_mlp_are_measured(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 def test_a_resumed_run_equals_the_uninterrupted_one(home: str, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "neuron_weights": home, "neuron_health_steps": 3}
     whole = trainer(tiny_model("mixtral"), tmp_path, **options)

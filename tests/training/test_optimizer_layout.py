@@ -48,7 +48,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("saved", ["stock", "kernel", None])
+@pytest.mark.parametrize("saved", [*(pytest.param(home, marks=pytest.mark.slow) for home in ("stock", "kernel")), None])
 def test_the_trainer_refuses_to_resume_experts_with_another_home(saved: str | None, tmp_path: Path) -> None:
     train(prepared("mixtral", saved), tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     resumed = prepared("mixtral", OTHER[saved])

@@ -66,6 +66,7 @@ def kill(repo_root: Path, work: Path, *moments: str) -> list[dict[str, Any]]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_half_written(repo_root: Path, tmp_path: Path) -> None:
     moment = "write checkpoint-6/optimizer.pt"
     assert [outcome["moment"] for outcome in kill(repo_root, tmp_path, moment)] == [moment]

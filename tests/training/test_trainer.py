@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.training import enable_moe_resume
-from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
+from tests.tiny_models import SOME_SLOW_LAYOUTS, WEIGHT_LAYOUTS, tiny_model, tokens
 from tests.training.runs import SETTINGS
 
 
@@ -50,7 +50,7 @@ def prepared(family: str, home: str | None) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
+@pytest.mark.parametrize("home", [*SOME_SLOW_LAYOUTS, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_resumed_run_equals_the_uninterrupted_one(family: str, home: str | None, tmp_path: Path) -> None:
     whole = prepared(family, home)
@@ -83,7 +83,7 @@ def counted(calls: list[bool], forward: Callable[..., Any], *args: Any) -> Any:
     return forward(*args)
 
 
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_gradient_checkpointing_changes_nothing(family: str, home: str, tmp_path: Path) -> None:
     plain = train(prepared(family, home), tmp_path / "plain", max_steps=2)
@@ -126,7 +126,7 @@ def test_gradient_accumulation_equals_stock(home: str, tmp_path: Path) -> None:
     assert train(prepared("mixtral", home), tmp_path / home, **options) == pytest.approx(stock, rel=1e-4)
 
 
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_bf16_autocast_trains(family: str, precision: str, home: str, tmp_path: Path) -> None:
