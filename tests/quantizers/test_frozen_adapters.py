@@ -30,10 +30,10 @@ def frozen_state(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        ("llama", ATTENTION),
+        pytest.param("llama", ATTENTION, marks=pytest.mark.slow),
         ("mixtral", ATTENTION),
         ("mixtral", ROUTER),
-        ("qwen2_moe", {"target_modules": "all-linear"}),
+        pytest.param("qwen2_moe", {"target_modules": "all-linear"}, marks=pytest.mark.slow),
     ],
     ids=["llama", "mixtral", "router", "all-linear"],
 )

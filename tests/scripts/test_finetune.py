@@ -72,7 +72,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(tokens()).logits
 
 
-@pytest.mark.parametrize(("family", "home"), [("mixtral", "kernel"), ("llama", "stock")])
+@pytest.mark.parametrize(
+    ("family", "home"), [("mixtral", "kernel"), pytest.param("llama", "stock", marks=pytest.mark.slow)]
+)
 def test_full_fine_tuning_ends_in_a_stock_checkpoint(tmp_path: Path, text: Path, family: str, home: str) -> None:
     make_tiny_model(family, tmp_path / "model")
     changes = {"neuron_weights": home, "save_strategy": "steps", "save_steps": 3}

@@ -42,11 +42,11 @@ def assert_equal_to_1e_6(actual: nn.Module, expected: torch.Tensor) -> None:
     ("family", "home", "targets"),
     [
         ("llama", "stock", ATTENTION),
-        ("llama", "kernel", ATTENTION),
-        ("llama", "stock", LAYERS),
+        pytest.param("llama", "kernel", ATTENTION, marks=pytest.mark.slow),
+        pytest.param("llama", "stock", LAYERS, marks=pytest.mark.slow),
         ("llama", "kernel", FUSED),
-        ("mixtral", "stock", EXPERTS),
-        ("mixtral", "kernel", EXPERTS),
+        pytest.param("mixtral", "stock", EXPERTS, marks=pytest.mark.slow),
+        pytest.param("mixtral", "kernel", EXPERTS, marks=pytest.mark.slow),
     ],
     ids=["attention", "attention-kernel", "layers", "fused-kernel", "experts", "experts-kernel"],
 )

@@ -24,7 +24,7 @@ from hf_neuron_moe import (
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.training.prepare import is_patched
 from tests.refusals import refused
-from tests.tiny_models import SOME_SLOW_LAYOUTS, WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model
+from tests.tiny_models import SOME_SLOW_LAYOUTS, assert_same_snapshot, snapshot, tiny_model
 from tests.training.runs import SETTINGS, Rows, arguments, losses, metrics, train_logs, trainer
 
 
@@ -127,7 +127,7 @@ def test_an_optimizer_that_is_there_already_keeps_its_parameters(tmp_path: Path)
     assert len(set(losses(run))) == 4
 
 
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 def test_a_model_in_a_peft_wrapper_is_patched_inside(home: str, tmp_path: Path) -> None:
     def wrapped() -> nn.Module:
         model = tiny_model("mixtral")
