@@ -48,7 +48,7 @@ class BlockResult:
     verdict: str  # the worst of its tensors; ERROR where a call raised; NOT_RUN where no kernel computes it
     tensors: tuple[TensorResult, ...] = ()  # output and gradients; empty where it did not run
     seconds: float = 0.0  # of the call on the device, compilation included
-    note: str = ""  # why it did not run, or what was raised
+    note: str = ""  # why it did not run, what was raised, or why it has no explanation
     explanation: str = ""  # what its results agree with where they disagree with PyTorch's: see device/emulation.py
 
     @property

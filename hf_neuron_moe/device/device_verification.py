@@ -174,7 +174,7 @@ class _Run(NamedTuple):
 
 def _verify_block(run: _Run, seed: int, failed: dict[Any, str]) -> BlockResult:
     """Compare one block; where a like one raised before, it is not tried again: compilations take minutes."""
-    alike, explained = (run.kind, run.block.neuron_shape), ""
+    alike, explained, note = (run.kind, run.block.neuron_shape), "", ""
     if alike in failed:
         return BlockResult(run.name, run.kind, NOT_RUN, note=f"like {failed[alike]}, not tried again")
     try:
@@ -183,21 +183,21 @@ def _verify_block(run: _Run, seed: int, failed: dict[Any, str]) -> BlockResult:
             tensors = run.compare(found)
             worst = max((tensor.verdict for tensor in tensors), key=ORDER.index)
             if run.has_emulation and worst in (CLOSE, FAIL):
-                explained = _explained(run, found)
+                explained, note = _explained(run, found)
     except (NeuronMoEError, RuntimeError) as error:  # what the compiler and the runtime raise
         failed[alike] = run.name
         unsupported = isinstance(error, ConfigError | BackendUnavailableError)
         verdict = NOT_RUN if unsupported else ERROR
         return BlockResult(run.name, run.kind, verdict, note=" ".join(str(error).split()))
-    return BlockResult(run.name, run.kind, worst, tensors, seconds, explanation=explained)
+    return BlockResult(run.name, run.kind, worst, tensors, seconds, note, explained)
 
 
-def _explained(run: _Run, found: dict[str, Tensor]) -> str:
-    """Return what the results agree with; an error of the models that they are held against changes no verdict."""
+def _explained(run: _Run, found: dict[str, Tensor]) -> tuple[str, str]:
+    """Return what the results agree with, and an error of looking for it, which changes no verdict."""
     try:
-        return explanation(run.here, lambda other: _agrees(_compared(found, other, EMULATED)))
+        return explanation(run.here, lambda other: _agrees(_compared(found, other, EMULATED))), ""
     except (NeuronMoEError, RuntimeError) as error:
-        return f"nothing that could be computed here: {' '.join(str(error).split())}"
+        return "", f"the reference that rounds like the kernels could not be computed: {' '.join(str(error).split())}"
 
 
 def _agrees(tensors: tuple[TensorResult, ...]) -> bool:

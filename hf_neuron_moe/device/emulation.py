@@ -1,8 +1,8 @@
 """The bf16 experts' kernels computed by this package, with the device's accumulation or with a known fault.
 
-A difference between the Neuron backend and PyTorch has three innocent or known reasons: sums in another order, running
-sums in the I/O dtype, and the faults of a release. Here the calls of the Neuron backend are answered by
-:mod:`hf_neuron_moe.reference`, so that a result can be held against each of them.
+The Neuron backend may differ from PyTorch because the kernels round running sums to the I/O dtype, or because a release
+has a known fault. Here :mod:`hf_neuron_moe.reference` answers the backend's calls, so that results can be compared with
+each of these.
 """
 
 from __future__ import annotations

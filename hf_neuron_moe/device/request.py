@@ -80,7 +80,7 @@ class Request:
             raise BackendUnavailableError.about("this machine", expected, f"one where {reason}", fix) from error
         count = device_count() if self.backend == "neuron" else None
         name = self.device if self.device is not None else "cpu" if count is None else "neuron:0"
-        trouble = "the packages, and no device" if count == 0 and name != "cpu" else _unsupported_reason_of(name)
+        trouble = "the packages, and no device" if count == 0 and name != "cpu" else _device_trouble(name)
         if trouble is not None:
             fix = "Check the driver with `neuron-ls`, and that no other process holds the cores."
             raise BackendUnavailableError.about("this machine", "one whose Neuron device works", trouble, fix)
@@ -101,7 +101,7 @@ class Request:
         return precision
 
 
-def _unsupported_reason_of(name: str) -> str | None:
+def _device_trouble(name: str) -> str | None:
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Number formats and tensor layouts: pure tensor-to-tensor functions, no modules, no configuration, no files.
 
-``mx`` quantizes, ``swizzle`` and ``scales`` arrange the result as the kernels read it, ``moe_mx`` does the same for
-expert weights, ``layouts`` moves weights between Hugging Face's and the kernels' axes, ``group_fp8`` stores
+``mx`` quantizes. ``swizzle`` and ``scales`` arrange the result as the kernels read it; ``moe_mx`` does the same for
+expert weights. ``layouts`` moves weights between Hugging Face's and the kernels' axes. ``group_fp8`` stores
 activations. The facts they are built on are in ``constants``.
 """
 

@@ -31,8 +31,8 @@ Sums that leave a core or a block are fp32 and rounded once at the end, or, with
 the output's dtype each time: a core's down sums before the other's are added, and the running output after each block.
 
 The documents do not say which blocks are static if ``n_static_blocks`` is -1: here all but ``n_dynamic_blocks``, and
-without conditions all. Nor do they say whether a core's sums are rounded before or after the weight scale (here
-before), and whether half sums of gate and up are rounded (here they are not).
+without conditions all. Nor do they say whether a core's sums are rounded before or after the weight scale: here before.
+They do not say whether half sums of gate and up are rounded: here they are not.
 
 Sources: nki-library 2.29 ``core.moe.moe_cte``; 2.31 for HI_LO. Nothing here has run on a device.
 """

@@ -28,8 +28,8 @@ def products(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[tuple[int, in
     return seen
 
 
-@pytest.mark.parametrize(("kind", "blocks_cores"), [("shard_on_i", 2), ("shard_on_block", 1)])
-def test_the_forward(kind: str, blocks_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "cores"), [("shard_on_i", 2), ("shard_on_block", 1)])
+def test_the_forward(kind: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, given = products(monkeypatch, block_walk), call(kind, 40)
     given |= {"gate_up_proj_weight": torch.zeros(3, 32, 2, 512), "down_proj_weight": torch.zeros(3, 512, 32)}
     given |= {"gate_and_up_proj_bias": None, "down_proj_bias": None}
@@ -38,7 +38,7 @@ def test_the_forward(kind: str, blocks_cores: int, monkeypatch: pytest.MonkeyPat
     moe_cte(**given, execute="tiles")
     blocks = len(given["block_to_expert"])
     gate_up, down = [each for each in seen if each[:2] == (512, 128)], [each for each in seen if each[:2] == (128, 512)]
-    assert (len(gate_up), len(down)) == (2 * blocks * blocks_cores, blocks * blocks_cores)
+    assert (len(gate_up), len(down)) == (2 * blocks * cores, blocks * cores)
     assert len(seen) == len(gate_up) + len(down) and max(part for *_, part in seen) <= 128
 
 
@@ -48,4 +48,4 @@ def test_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == []
     blockwise_mm_bwd(**given, execute="tiles")
     assert len(seen) >= 5 * len(given["block_to_expert"])
-    assert set(seen) == {(128, 512, 128)} or all(each[:2] == (128, 512) and each[2] <= 128 for each in seen)
+    assert all(each[:2] == (128, 512) and each[2] <= 128 for each in seen)

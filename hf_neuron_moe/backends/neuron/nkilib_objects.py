@@ -49,7 +49,7 @@ def shown_name(name: str) -> str:
 def find_object(name: str) -> Any | None:
     """Return an object of nkilib by its name in :data:`MODULES`; None where the installed release does not have it.
 
-    If it is in none of its known homes, the modules beside the first one are searched.
+    If it is in none of its known modules, the modules beside the first one are searched.
     """
     package = ".".join(MODULES[name][0].split(".")[:3])
     for module in chain(MODULES[name], _modules_in(package)):

@@ -8,10 +8,10 @@ Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quanti
     3  [dWg; dWu] = Q_S([d_gate, d_up]^T) Q_S(X^T)^T
     4  dWd = Q_S(G^T) Q_S(intermediate^T)^T
 
-Each function fills its output descriptors' tensors. With ``run_with_lnc2`` it does the share of one core; the whole
-backward calls it once for everything. `mx_scale_rule` is the block scale rule of what a phase quantizes itself
-(``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one core's product, and `lone_384`
-groups a raw K of 384 as release 2.30 does. `execute` is ``"fast"`` or ``"tiles"``: the loops of
+Each function fills its output descriptors' tensors. With ``run_with_lnc2`` it does the share of one core. The whole
+backward calls it once for everything, or with tiles once per core. `mx_scale_rule` is the block scale rule of what a
+phase quantizes itself (``"neuron"``, or ``"floor"`` of earlier releases). `config` is for the M, K, N of one core's
+product. `lone_384` groups a raw K of 384 as release 2.30 does. `execute` is ``"fast"`` or ``"tiles"``: the loops of
 :mod:`~hf_neuron_moe.reference.mlp_mxfp8.tile_walk`, with the tiles and blocks of `config`.
 """
 
