@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends.base import Backend
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
@@ -22,7 +23,7 @@ from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
-from hf_neuron_moe.modules.structure import gate_of, unsupported_reason_swiglu_experts
+from hf_neuron_moe.modules.structure import act_of, unsupported_reason_swiglu_experts
 
 
 def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:
@@ -61,7 +62,7 @@ class NeuronExperts(NeuronBlock):
 
 
 def _compute(
-    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str, gate: str
+    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str, gate: Gate
 ) -> Tensor:
     return ops.experts(
         *inputs,
@@ -134,7 +135,7 @@ class _RegisteredExperts:
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         _check_supported(module)
-        config, gate = self.config, gate_of(module.act_fn) or "silu"
+        config, gate = self.config, Gate(act_of(module.act_fn) or "silu")
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
 

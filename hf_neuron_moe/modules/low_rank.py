@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules import ops
@@ -99,7 +100,7 @@ def low_rank_mlp(
     layers: Sequence[LowRank],
     *,
     precision: str,
-    gate: str,
+    gate: Gate,
     activations: str,
     training: bool,
     **where: Any,
@@ -130,7 +131,7 @@ class _LowRankMLP(torch.autograd.Function):
     def forward(ctx: Any, x_SH: Tensor, scalings: tuple[float, ...], call: str, *tensors: Tensor | None) -> Tensor:
         ctx.scalings, ctx.call = scalings, call
         weights = _effective_weights(_layers(tensors, scalings), x_SH)
-        y_SH, *saved = ops.mlp_fwd(x_SH, *weights, call)
+        y_SH, *saved = ops.mlp_fwd(x_SH, *weights, None, None, None, call)
         kept_SH = x_SH if BlockCall.decode(call).keep.keeps_input else x_SH.new_empty(0)
         ctx.save_for_backward(kept_SH, *tensors, *saved)
         return y_SH
@@ -142,7 +143,8 @@ class _LowRankMLP(torch.autograd.Function):
         layers, saved, needs = _layers(rest[:count], ctx.scalings), rest[count:], ctx.needs_input_grad[3:]
         wants = (ctx.needs_input_grad[0], any(needs))
         weights = _effective_weights(layers, dout_SH)
-        dx, *d_weights = ops.mlp_bwd(dout_SH.contiguous(), x_SH, *weights, *saved, ctx.call, *wants)
+        found = ops.mlp_bwd(dout_SH.contiguous(), x_SH, *weights, None, None, None, *saved, ctx.call, *wants)
+        dx, *d_weights = found[:4]
         if len(layers) == 2 and wants[1]:
             d_weights = [torch.cat(d_weights[:2]), d_weights[2]]
         with ops.exact_dtypes(dout_SH):

@@ -49,33 +49,33 @@ def is_silu(activation: Any) -> bool:
     return activation is F.silu or type(activation) in {nn.SiLU, *classes}
 
 
-class Gate(NamedTuple):
-    """How a row of ``backends/torch/gating.py`` is recognized."""
+class Recognized(NamedTuple):
+    """How an activation of ``backends/torch/gating.py`` is recognized."""
 
     title: str  # the activation's name in messages
     matches: Callable[[Any], bool]  # whether an activation, a module or a function, is it
 
 
-GATES: dict[str, Gate] = {"silu": Gate("SiLU", is_silu)}
+ACTIVATIONS: dict[str, Recognized] = {"silu": Recognized("SiLU", is_silu)}
 """By the names of the rows."""
 
 
-def gate_of(activation: Any) -> str | None:
-    """Return the name of the gate with this activation, or None where no row matches."""
-    return next((name for name, gate in GATES.items() if gate.matches(activation)), None)
+def act_of(activation: Any) -> str | None:
+    """Return the name of the row with this activation, or None where no row matches."""
+    return next((name for name, row in ACTIVATIONS.items() if row.matches(activation)), None)
 
 
-def unsupported_activation(activation: Any, gate: str | None = None) -> str | None:
-    """Return what `activation` is, if that is no gate's (or not `gate`'s) or has a forward of its own; else None."""
+def unsupported_activation(activation: Any, act: str | None = None) -> str | None:
+    """Return what `activation` is, if no row has it (or not `act`'s) or it has a forward of its own; else None."""
     if isinstance(activation, nn.Module) and "forward" in activation.__dict__:
         return f"{with_article(type(activation).__name__)} whose forward is overridden on the instance"
-    matches = gate_of(activation) is not None if gate is None else GATES[gate].matches(activation)
+    matches = act_of(activation) is not None if act is None else ACTIVATIONS[act].matches(activation)
     return None if matches else describe_activation(activation)
 
 
 def supported_activations() -> str:
-    """Return the activations of all gates as a message names them."""
-    return " and ".join(gate.title for gate in GATES.values())
+    """Return the activations of all rows as a message names them."""
+    return " and ".join(row.title for row in ACTIVATIONS.values())
 
 
 def describe_activation(activation: Any) -> str:
@@ -147,7 +147,7 @@ def unsupported_reason_swiglu_experts(module: Any) -> str | None:
     if "_apply_gate" in module.__dict__ or type(module)._apply_gate is not _default_apply_gate:
         return f"its gate is not silu(gate) * up: {type(module).__name__} defines its own _apply_gate"
     activation = getattr(module, "act_fn", None)
-    if gate_of(activation) is None:
+    if act_of(activation) is None:
         return f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
     if isinstance(activation, nn.Module) and has_call_hooks(activation):
         return "its act_fn has hooks, which the operator would not call"

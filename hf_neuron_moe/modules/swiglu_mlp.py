@@ -145,7 +145,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 return f"{name} is {reason}"
         if roles.activation is not None:
             activation = self._attribute(roles.activation)
-            changed = unsupported_activation(activation, self.neuron_gate)
+            changed = unsupported_activation(activation, self.neuron_gate.act)
             if changed is not None:
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
@@ -216,7 +216,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         comes from memory again: they are as few as possible.
         """
         watch = self.neuron_watch
-        if watch is None or is_compiling() or not hidden_states.is_cpu:
+        if watch is None or is_compiling() or not hidden_states.is_cpu or not self.neuron_gate.reads_up_as_it_is:
             return None
         weights = None if torch.is_autocast_enabled("cpu") else watch.unchanged(self)
         if weights is None or len(weights) != 3:  # a fused gate_up_proj is cut in two elsewhere

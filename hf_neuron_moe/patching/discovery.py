@@ -19,14 +19,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import expert_rules
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (
+    act_of,
     describe_activation,
-    gate_of,
     has_call_hooks,
     is_decorated_experts,
     is_inert,
@@ -65,10 +66,10 @@ class Candidate:
     listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
 
     @property
-    def gate(self) -> str:
-        """The name of its gate, where the kernels can compute it."""
+    def gate(self) -> Gate:
+        """Its gate, where the kernels can compute it."""
         name = "act_fn" if self.roles is None else self.roles.activation
-        return "silu" if name is None else gate_of(getattr(self.module, name)) or "silu"
+        return SWIGLU if name is None else Gate(act_of(getattr(self.module, name)) or "silu")
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -215,7 +216,7 @@ def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
             yield f"{name} is {reason}"
     if roles.activation is not None:
         activation = getattr(module, roles.activation, None)
-        if gate_of(activation) is None:
+        if act_of(activation) is None:
             yield f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
         if isinstance(activation, nn.Module) and has_call_hooks(activation):
             yield f"{roles.activation} has hooks, which the operator would not call"

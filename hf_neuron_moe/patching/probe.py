@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import HOOK_DICTS
-from hf_neuron_moe.modules.structure import gate_of
+from hf_neuron_moe.modules.structure import act_of
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 
 T, E, H, I = 6, 3, 8, 12  # noqa: E741
@@ -42,7 +43,7 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     if isinstance(roles.half_size, str):
         shell.__dict__[roles.half_size] = I
     x_TH = _draw(generator, T, H)
-    gate = "silu" if roles.activation is None else gate_of(getattr(module, roles.activation)) or "silu"
+    gate = SWIGLU if roles.activation is None else Gate(act_of(getattr(module, roles.activation)) or "silu")
     return _compare(
         lambda: type(module).forward(shell, x_TH),
         lambda: ops.swiglu_mlp(x_TH, gate_IH, up_IH, down_HI, precision="fp32", backend="torch", gate=gate),
@@ -63,7 +64,7 @@ def probe_experts(module: Any) -> str | None:
     index_TK = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0], [0, 1]], device="cpu")
     eager = type(module).forward.__wrapped__  # what the decorator wrapped
     options: dict[str, Any] = {"transposed": transposed, "precision": "fp32", "block_size": 128, "backend": "torch"}
-    options["gate"] = gate_of(module.act_fn) or "silu"
+    options["gate"] = Gate(act_of(module.act_fn) or "silu")
     return _compare(
         lambda: eager(shell, x_TH, index_TK, weights_TK),
         lambda: ops.experts(x_TH, index_TK, weights_TK, gate_up, down, **options),

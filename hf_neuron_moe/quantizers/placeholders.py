@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, QuantizedBlock, QuantizedExperts, QuantizedSwiGLUMLP
@@ -97,9 +98,9 @@ def _stand_in(
             raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
         return Bf16Loader(candidate, whole)
-    if candidate.gate != "silu":
+    if candidate.gate != SWIGLU:
         fix = "Load the original checkpoint and patch it with precision='mxfp8'."
-        raise ConversionError.about(f"converted weights of {candidate.name}", "of a SwiGLU", candidate.gate, fix)
+        raise ConversionError.about(f"converted weights of {candidate.name}", "of a SwiGLU", candidate.gate.title, fix)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
     held = {name: tensor.tensor for name, tensor in tensors.items()}
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)

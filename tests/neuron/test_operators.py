@@ -42,7 +42,7 @@ def mlp_operands(grad: bool = False) -> tuple[Any, ...]:
     H, inner = DENSE.sizes["hidden_size"], DENSE.sizes["intermediate_size"]
     shapes = ((S, H), (inner, H), (inner, H), (H, inner))
     tensors = [(torch.randn(shape) * 0.2).bfloat16().requires_grad_(grad) for shape in shapes]
-    return *tensors, BlockCall(BlockSpec("mxfp8"), parse_keep("minimal"), "neuron").encode()
+    return *tensors, None, None, None, BlockCall(BlockSpec("mxfp8"), parse_keep("minimal"), "neuron").encode()
 
 
 def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
     down = (torch.randn(experts, H, inner) * 0.2).bfloat16().requires_grad_(grad)
     weights = weights.requires_grad_(grad)
     spec = BlockSpec(case.precision, case.block_size)
-    return x, index, weights, gate_up, down, BlockCall(spec, parse_keep("minimal"), "neuron").encode()
+    return x, index, weights, gate_up, down, None, None, BlockCall(spec, parse_keep("minimal"), "neuron").encode()
 
 
 OPERATORS = {
@@ -114,10 +114,10 @@ def test_backward_operators_pass_opcheck(name: str, machine: Start) -> None:
     y, *saved = registered(f"{kind}_fwd")(*operands)
     dout = torch.randn_like(y)
     if name == "dense":
-        args = (dout, *operands[:4], *saved, *operands[4:], True, True)
+        args = (dout, *operands[:-1], *saved, operands[-1], True, True)
         result = torch.library.opcheck(registered("mlp_bwd"), args, test_utils=("test_schema", "test_faketensor"))
     else:
-        args = (dout, *operands[:5], *saved, *operands[5:], True, True, True)
+        args = (dout, *operands[:-1], *saved, operands[-1], True, True, True)
         result = torch.library.opcheck(registered("moe_bwd"), args, test_utils=("test_schema", "test_faketensor"))
     assert set(result.values()) == {"SUCCESS"}
     assert not double.traced

@@ -137,8 +137,10 @@ def test_bf16_experts_are_documented_for_trn2_only(machine: Start) -> None:
 
 def test_a_gate_of_pytorch_alone_is_left_to_it(machine: Start, monkeypatch: Any) -> None:
     """A new row of the torch backend says nothing about the kernels: they decline by themselves."""
-    monkeypatch.setitem(gating.GATES, "tanh", gating.Gating(torch.tanh_, torch.ones_like))
-    monkeypatch.setitem(structure.GATES, "tanh", structure.Gate("tanh", lambda found: isinstance(found, torch.nn.Tanh)))
+    monkeypatch.setitem(gating.ACTIVATIONS, "tanh", gating.Activation(torch.tanh, torch.ones_like))
+    monkeypatch.setitem(
+        structure.ACTIVATIONS, "tanh", structure.Recognized("tanh", lambda found: isinstance(found, torch.nn.Tanh))
+    )
     machine(target=EXPERTS.target)
     with refused(NothingToPatchError, "model", "its gate is tanh"):
         patched(EXPERTS, sizes={"hidden_act": "tanh"})

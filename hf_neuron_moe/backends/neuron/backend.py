@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep
-from hf_neuron_moe.backends.base import Backend, BackwardCall, Grads, Saved
+from hf_neuron_moe.backends.base import Backend, BackwardCall, ExpertsGrads, Grads, MLPGrads, Saved
+from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron import limits, versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
@@ -106,8 +107,10 @@ class NeuronBackend(Backend):
         reason = limits.unsupported_reason(block, self.device, self.adapter) or unsupported_reason_tokens(
             most, tokens or 0
         )
-        if spec.gate != "silu":
-            reason = f"its gate is {spec.gate}, the kernels are called with SiLU"
+        if spec.gate != SWIGLU:
+            reason = f"its gate is {spec.gate.title}, the kernels are called with SiLU"
+        if any(shape.biased):
+            reason = "its projections have biases, with which the kernels are not called"
         if reason is not None or tokens is not None:
             return Support(reason, most)
         copies = weight_copy_bytes(self.adapter, block, shape.experts, shape.ordered, shape.dtype)
@@ -134,13 +137,14 @@ class NeuronBackend(Backend):
 
     def mlp_backward(
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
+    ) -> MLPGrads:
         block, wants = self._checked(Block("mlp", call.spec.precision, *weights.down_HI.shape), dout_SH), call.wants
         if dout_SH.shape[0]:
             grads = self._dense.backward(dout_SH, x_SH, weights, saved, block, call.keep)
         else:
-            grads = _zeros(dout_SH, *weights)
-        return _only((wants.input, wants.weights, wants.weights, wants.weights), grads, dout_SH)
+            grads = _zeros(dout_SH, *weights[:3])
+        empty = (dout_SH.new_empty(0), dout_SH.new_empty(0), dout_SH.new_empty(0))
+        return *_only((wants.input, wants.weights, wants.weights, wants.weights), grads, dout_SH), *empty
 
     def experts_forward(
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
@@ -149,13 +153,14 @@ class NeuronBackend(Backend):
 
     def experts_backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
+    ) -> ExpertsGrads:
         experts, wants = self._checked_experts(weights, call.spec, dout_TH), call.wants
         if dout_TH.shape[0]:
             grads = self._experts.backward(dout_TH, x_TH, routing, experts, saved, call.keep)
         else:
-            grads = _zeros(dout_TH, routing.weight_TK, *weights)
-        return _only((wants.input, wants.routing, wants.weights, wants.weights), grads, dout_TH)
+            grads = _zeros(dout_TH, routing.weight_TK, *weights[:2])
+        empty = (dout_TH.new_empty(0), dout_TH.new_empty(0))
+        return *_only((wants.input, wants.routing, wants.weights, wants.weights), grads, dout_TH), *empty
 
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
@@ -177,7 +182,7 @@ class NeuronBackend(Backend):
         return block
 
     def _checked_experts(self, weights: ExpertWeights, spec: BlockSpec, rows: Tensor) -> Experts:
-        gate_up, down = weights
+        gate_up, down = weights[:2]
         inner, hidden = down.shape[1:] if spec.transposed else down.shape[:0:-1]
         block = Block("experts", spec.precision, hidden, inner, spec.block_size)
         return Experts(gate_up, down, spec.transposed, self._checked(block, rows))

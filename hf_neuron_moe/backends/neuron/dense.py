@@ -120,7 +120,7 @@ class DenseKernels(Kernels):
             **further,
         )
         # Never views of the kernel's one output: results of an operator must not share memory.
-        found = zip((*(half.clone() for half in d_gate_up.split(inner)), d_down), ("IH", "IH", "HI"), weights)
+        found = zip((*(half.clone() for half in d_gate_up.split(inner)), d_down), ("IH", "IH", "HI"), weights[:3])
         d_gate, d_up, d_down = (
             stock_gradient(grad, axes, axes, block.hidden, block.inner, weight.dtype) for grad, axes, weight in found
         )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, matmul_over_rows_into
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, added_to_sums
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.saved import take_tile
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
@@ -98,9 +98,10 @@ class _Tile:
         self.stored = 0 if saved.up is None else first_columns(columns, saved.up.shape[1])
         self.recompute = task.recompute_loader or loader
         self.again: Projections | None = None
-        if saved.gate is None or self.stored < columns.length:
-            gate_IH = weights.gate_IH if saved.gate is None else None
-            self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, saved.up_cut, self.stored)
+        if (saved.gate is None and not self.gating.skip_gate) or self.stored < columns.length:
+            gate_IH = weights.gate_IH if saved.gate is None and not self.gating.skip_gate else None
+            added = added_to_sums(weights, task.gating)
+            self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, saved.up_cut, self.stored, added)
         self.down_HI = loader.load("down", weights.down_HI[:, self.part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
             self.gate_IH, self.up_IH = self._input_grad_operands(shape)
@@ -127,7 +128,7 @@ class _Tile:
         """
         grads = self.task.grads
         if not self.mx and not grads.add and grads.rounded == torch.float32:
-            self.direct = all(part.dtype == torch.float32 and 1 in part.stride() for part in wanted)
+            self.direct = all(part.dtype == torch.float32 and 1 in part.stride() for part in wanted[:3])
         if self.direct:
             return FFNWeights(wanted.gate_IH[self.part], wanted.up_IH[self.part], wanted.down_HI[:, self.part])
 
@@ -137,8 +138,8 @@ class _Tile:
             return buffer.t() if by_column else buffer
 
         return FFNWeights(
-            scratch("gate_sum", wanted.gate_IH, self.columns.size, self.hidden),
-            scratch("up_sum", wanted.gate_IH, self.columns.size, self.hidden),
+            scratch("gate_sum", wanted.up_IH, self.columns.size, self.hidden),
+            scratch("up_sum", wanted.up_IH, self.columns.size, self.hidden),
             scratch("down_sum", wanted.down_HI, self.hidden, self.columns.length),
         )
 
@@ -193,7 +194,9 @@ class _Tile:
         """
         saved, columns, scratch, stored = self.task.saved, self.columns, self.task.loader.scratch, self.stored
         shape = (rows.length, columns.length)
-        if saved.gate is None:
+        if self.gating.skip_gate:
+            gate = scratch.get("gate_fp32", shape, torch.float32)  # never read
+        elif saved.gate is None:
             assert self.again is not None and x_RH is not None
             buffer = scratch.get("gate_fp32", (rows.size, columns.length), torch.float32)
             gate = self.recompute.round_(self.again.gate(x_RH, buffer, rows.length)[: rows.length])
@@ -254,13 +257,13 @@ class _Tile:
             sums.gate_IH.zero_()
         if self.direct:
             return
-        gate_IH, up_IH, down_HI, length = *grads.weights, self.columns.length
+        gate_IH, up_IH, down_HI, length = *grads.weights[:3], self.columns.length
         pairs = (
             (gate_IH[self.part], sums.gate_IH[:length]),
             (up_IH[self.part], sums.up_IH[:length]),
             (down_HI[:, self.part], sums.down_HI),
         )
-        for target, total in pairs:
+        for target, total in pairs if len(gate_IH) else pairs[1:]:
             if grads.add:
                 target.add_(total.to(grads.rounded))
             else:  # the copy itself rounds where it can

@@ -107,10 +107,10 @@ def ffn_forward(
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape
-    needs_gate = epilogue is None or epilogue.needs_gate
-    gate_IH = weights.gate_IH if needs_gate else None
+    needs_gate = not gating.skip_gate if epilogue is None else epilogue.needs_gate
+    gate_IH, added = weights.gate_IH if needs_gate else None, added_to_sums(weights, gating)
     for number, columns in enumerate(column_spans(inner, compute)):
-        projections = Projections(gate_IH, weights.up_IH, loader, columns, save.up_cut)
+        projections = Projections(gate_IH, weights.up_IH, loader, columns, save.up_cut, added=added)
         down_HI = loader.load("down", weights.down_HI[:, columns.part], (loader.width(hidden), columns.size), mx_axis=1)
         for rows in row_spans(len(x), loader, block_size, hidden, inner):
             x_RH = projections.operand(x.take(rows), rows)
@@ -132,6 +132,15 @@ def ffn_forward(
                     padded_RI[: rows.length].copy_(inter_RI)
                     inter_RI = padded_RI
             matmul_into(out_RH[rows.part], inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
+
+
+def added_to_sums(weights: FFNWeights, gating: Gating) -> tuple[Tensor | None, Tensor | None]:
+    """Return what the sums of gate and up get before they are rounded, fp32 ``[I]``: biases and up's offset."""
+    gate_I, up_I = (None if bias_I is None else bias_I.float() for bias_I in weights[3:5])
+    if gating.up_offset:
+        up_I = weights.up_IH.new_zeros(len(weights.up_IH), dtype=torch.float32) if up_I is None else up_I
+        up_I = up_I + gating.up_offset
+    return gate_I, up_I
 
 
 def project_gate_up(
@@ -175,7 +184,7 @@ def _activate(
             # A checkpoint that already holds the rounded values saves a pass.
             loader.round_(values) if kept is None else values.copy_(kept)
     save_products(gate_RI, up_RI, loader, save, (rows.part, columns.part), gating)
-    inter_RI = gating.activate_(gate_RI).mul_(up_RI)
+    inter_RI = gating.intermediate_(gate_RI, up_RI)
     if scale_R1 is not None:
         inter_RI.mul_(scale_R1)
     if not compute.mx:
@@ -212,4 +221,4 @@ def save_products(
     if save.gate_act is not None:
         save.gate_act[part].copy_(act)
     if save.intermediate is not None:
-        save.intermediate[part].copy_(act.mul_(loader.round_(gate.copy_(up32))))
+        save.intermediate[part].copy_(act.mul_(gating.up_value(loader.round_(gate.copy_(up32)))))

@@ -54,10 +54,10 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, gating: G
 def experts(x_TH: Tensor, rows: Rows, stack: ExpertStack, gating: Gating = SILU) -> Tensor:
     """Return the experts' weighted sum, bf16 ``[T, H]``."""
     loader = Loader(operands_in_bf16("mxfp8"), call_scratch(x_TH.device), ready_weights=True)
-    gate_up = _copy(stack.both(loader.scratch), stack.gate_up, "summed", loader)
+    gate_up = _copy(stack.both(loader.scratch), stack.stacked.gate_up, "summed", loader)
     assert isinstance(gate_up, Tensor)
     gate, up = gate_up.chunk(2, dim=1)
-    ready = ReadyWeights(gate, up, _copy(stack.down_GHI, stack.down, "packed", loader))
+    ready = ReadyWeights(gate, up, _copy(stack.down_GHI, stack.stacked.down, "packed", loader))
     return grouped_forward(x_TH, rows, ready, loader, Checkpoints(), gating).to(x_TH.dtype)
 
 

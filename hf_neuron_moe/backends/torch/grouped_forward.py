@@ -188,7 +188,7 @@ def grouped_forward(
             pre.save(chunk)
             gate, up = pre.values(chunk, rounded=False)
             save_products(gate, up, loader, save, batch.global_part(chunk), gating)
-            product = gating.activate_(gate).mul_(up)
+            product = gating.intermediate_(gate, up)
             scale_r1 = batch.scale(chunk)
             if scale_r1 is not None:
                 product.mul_(scale_r1)

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.spec import ExpertWeights, Routing
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, call_scratch
 from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
 from hf_neuron_moe.backends.torch.experts import Runs, checked_ids, rows_per_run, sort_pairs
-from hf_neuron_moe.backends.torch.gating import GATES, SILU, Gating
+from hf_neuron_moe.backends.torch.gating import SILU, Gating, gating_of
 
 _ROWS_WORTH_CASTING = 5  # rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions
 _LONG_ROWS_WORTH_CASTING = 8  # the same for more than 2048 columns
@@ -39,7 +40,7 @@ def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, ro
 
 
 def mlp(
-    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str = "silu"
+    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: Gate = SWIGLU
 ) -> Tensor | None:
     """Return the dense MLP's output in the dtype of `x_SH`; None where operands or rows ask for the tiled path."""
     if precision == "bf16" and x_SH.dtype is torch.bfloat16 and x_SH.dim() == 2 and x_SH.shape[0] == 1:
@@ -48,7 +49,7 @@ def mlp(
         try:
             gate_1I, up_1I = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
             if up_1I.shape == gate_1I.shape:
-                act_1I = GATES[gate].activate_(gate_1I.float()).mul_(up_1I)
+                act_1I = gating_of(gate).activate_(gate_1I.float()).mul_(up_1I)
                 out_1H = F.linear(gate_1I.copy_(act_1I), down_HI)
                 return out_1H if out_1H.shape == x_SH.shape else None  # functional.linear takes vectors and any H
         except RuntimeError:  # operands that do not fit: the tiled path casts them, or says what is wrong
@@ -63,12 +64,12 @@ def mlp(
     if not suit(precision, dtype, x_SH.device, rows, rows):
         return None
     gate_SI, up_SI = _linear(x_SH, gate_IH), _linear(x_SH, up_IH)
-    return _linear(_gated(gate_SI, up_SI, None, GATES[gate]), down_HI).contiguous()
+    return _linear(_gated(gate_SI, up_SI, None, gating_of(gate)), down_HI).contiguous()
 
 
 def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, transposed: bool, gating: Gating = SILU) -> Tensor:
     """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights."""
-    (index_TK, weight_TK), (gate_up, down) = routing, weights
+    (index_TK, weight_TK), (gate_up, down) = routing, weights[:2]
     if not transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if len(x_TH) == 1:
@@ -173,9 +174,9 @@ def _better_single(x_TH: Tensor, down: Tensor, runs: Runs) -> bool:
 
 def _can_be_grouped(weights: ExpertWeights) -> bool:
     """Whether torch's grouped product takes weights, rows and sums: all strides multiples of 16 bytes, on a CPU."""
-    down = weights[1]
+    gate_up, down = weights[:2]
     aligned = all(size * down.element_size() % 16 == 0 for size in down.shape[1:])
-    return aligned and all(weight.is_cpu and weight.is_contiguous() for weight in weights)
+    return aligned and all(weight.is_cpu and weight.is_contiguous() for weight in (gate_up, down))
 
 
 def _rows_one_by_one(x_RK: Tensor) -> bool:
