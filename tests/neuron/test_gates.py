@@ -1,0 +1,261 @@
+"""Gates other than SwiGLU, and biases, through the mock of nkilib: arguments, results, gradients, and what is refused.
+
+The reference is the torch backend. Letters: T tokens, H hidden, I intermediate, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.base import BackwardCall
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
+from hf_neuron_moe.errors import ConfigError
+from tests.refusals import refused
+
+Start = Callable[..., SimpleNamespace]
+T, H, I, E, K, B = 37, 96, 160, 3, 2, 256  # noqa: E741
+BF16 = 2e-2  # of the largest value: nki-library's own tolerance of its bf16 kernels
+CLAMPED = Gate(gate_max=1.0, up_max=1.0, up_min=-1.0)
+SHIFTED = Gate("swish", 1.702, gate_max=1.0, up_max=1.0, up_min=-1.0, up_offset=1.0)
+OFFSET = Gate(up_offset=1.0)
+CAPPED = Gate(act_max=0.75, up_max=0.75, up_min=-0.75)
+SQUARED = Gate("squared_relu", gated=False)
+RELEASES = [(2, 29), (2, 30), (2, 31), (2, 33)]
+
+
+def neuron() -> Any:
+    return get_backend(resolve_backend("neuron", torch.device("cpu")))
+
+
+def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+def routing() -> Routing:
+    index = torch.stack([torch.randperm(E + 1)[:K] for _ in range(T)])  # some pairs belong to another rank
+    return Routing(index, torch.rand(T, K))
+
+
+def stack(spec: BlockSpec, *, biased: bool = True) -> ExpertWeights:
+    """Experts whose biases are as large as their products."""
+    rows = 2 * I if spec.gate.gated else I
+    gate_up, down = normal(E, rows, H, scale=0.1), normal(E, H, I, scale=0.1)
+    if spec.transposed:
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    return ExpertWeights(gate_up, down, *((normal(E, rows), normal(E, H)) if biased else ()))
+
+
+def network(*biased: bool) -> FFNWeights:
+    """A dense MLP with biases of gate, up and down where asked for."""
+    biases = [normal(size) if there else None for size, there in zip((I, I, H), biased or (False,) * 3, strict=True)]
+    return FFNWeights(normal(I, H, scale=0.1), normal(I, H, scale=0.1), normal(H, I, scale=0.1), *biases)
+
+
+def results(backend: Any, x: Tensor, given: Any, weights: Any, spec: BlockSpec, keep: str) -> list[Tensor]:
+    """Output and every gradient of experts, or of a dense MLP where no routing is `given`."""
+    dout, policy = torch.roll(x, 1, 0), parse_keep(keep)
+    call = BackwardCall(spec, policy, Wants())
+    source = x.new_empty(0) if policy.fp8 else x
+    if given is None:
+        y, saved = backend.mlp_forward(x, weights, spec, policy)
+        shape = BlockShape("mlp", H, I)
+        grads = backend.mlp_backward(dout, source, weights, saved, call)
+    else:
+        y, saved = backend.experts_forward(x, given, weights, spec, policy)
+        shape = BlockShape("experts", H, I, E, K)
+        grads = backend.experts_backward(dout, source, given, weights, saved, call)
+    if backend.name == "neuron":
+        fakes = backend.fake_saved(x, shape, spec, policy)
+        assert [(t.shape, t.dtype) for t in fakes] == [(t.shape, t.dtype) for t in saved]
+    return [y, *grads]
+
+
+def deviations(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Largest difference of each pair, in parts of the largest value; 0 for gradients of what is not there."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and mine.is_contiguous()
+    pairs = [(mine.float(), theirs.float()) for mine, theirs in zip(found, expected, strict=True) if theirs.numel()]
+    return [float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs]
+
+
+def compared(spec: BlockSpec, given: Any, weights: Any, *keeps: str) -> list[float]:
+    """Deviations of a block from the torch backend with the first policy; others must give the same gradients."""
+    x = normal(T, H, dtype=torch.bfloat16)
+    first, *others = (results(neuron(), x, given, weights, spec, keep) for keep in keeps)
+    for found in others:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[1:], first[1:])), "policies differ"
+    return deviations(first, results(get_backend("torch"), x, given, weights, spec, keeps[0]))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_shifted_limits_and_biases_reach_the_kernels(machine: Start, release: tuple[int, int]) -> None:
+    double = machine(release=release, target="trn2").double
+    torch.manual_seed(0)
+    spec = BlockSpec("bf16", B, True, SHIFTED, interleaved=True)
+    weights = stack(spec)
+    assert max(compared(spec, routing(), weights, "minimal", "recompute")) <= BF16
+    forward, backward = (call.arguments for call in double.calls[:2])
+    limits = [forward[f"{side}_clamp_{end}_limit"] for side in ("gate", "up") for end in ("upper", "lower")]
+    assert limits == [1.0, None, 2.0, 0.0] and forward["activation_function"].name == "Swish"
+    bias_E2I, down_EH = forward["gate_and_up_proj_bias"].data, forward["down_proj_bias"].data
+    assert torch.equal(bias_E2I[:, 0, :I], weights.gate_up_bias[:, ::2])
+    assert torch.equal(bias_E2I[:, 1, :I], weights.gate_up_bias[:, 1::2] + 1)
+    assert torch.equal(down_EH[:, :H], weights.down_bias) and not down_EH[:, H:].any()
+    assert torch.equal(forward["gate_up_proj_weight"].data[:, :H, 1, :I], weights.gate_up[..., 1::2].bfloat16())
+    shared = vars(backward["clamp_limits"])
+    assert list(shared.values()) == [2.0, 0.0, 1.0, None]  # linear is up
+    assert backward["bias"] is True and backward["activation_type"].name == "Swish"
+
+
+@pytest.mark.parametrize(
+    ("gate", "biased"),
+    [(CLAMPED, False), (CLAMPED, True), (SWIGLU, True), (OFFSET, False), (CAPPED, False), (SHIFTED, False)],
+    ids=["clamped", "clamped biased", "biased", "offset", "capped", "shifted"],
+)
+@pytest.mark.parametrize("release", [(2, 29), (2, 33)])
+def test_every_gate_equals_the_torch_backend(
+    machine: Start, gate: Gate, biased: bool, release: tuple[int, int]
+) -> None:
+    machine(release=release, target="trn2")
+    torch.manual_seed(1)
+    spec = BlockSpec("bf16", B, gate=gate)
+    assert max(compared(spec, routing(), stack(spec, biased=biased), "minimal", "recompute")) <= BF16
+
+
+def test_the_router_gradient_has_the_part_of_the_down_bias(machine: Start) -> None:
+    """Against float64 autograd; without ``dO . bd`` the difference is as large as the gradient."""
+    machine(target="trn2")
+    torch.manual_seed(2)
+    spec, given, x = BlockSpec("bf16", B, gate=SHIFTED), routing(), normal(T, H, dtype=torch.bfloat16)
+    weights = stack(spec)
+    found = results(neuron(), x, given, weights, spec, "minimal")[2]
+    gate_up, down = weights.gate_up.bfloat16().double(), weights.down.bfloat16().double()
+    expected = torch.zeros(T, K, dtype=torch.float64)
+    for t, k in given.index_TK.lt(E).nonzero().tolist():
+        e = int(given.index_TK[t, k])
+        g, u = (gate_up[e] @ x[t].double() + weights.gate_up_bias[e].double()).chunk(2)
+        g, u = g.clamp(max=1), u.clamp(-1, 1) + 1
+        y = down[e] @ (g * torch.sigmoid(1.702 * g) * u) + weights.down_bias[e].double()
+        expected[t, k] = torch.roll(x, 1, 0)[t].double() @ y
+    assert deviations([found.double()], [expected])[0] <= BF16
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_without_a_gate_projection_run_on_the_release_that_has_them(machine: Start, transposed: bool) -> None:
+    double = machine(target="trn2").double
+    torch.manual_seed(3)
+    spec = BlockSpec("bf16", B, transposed, SQUARED)
+    for biased in (False, True):
+        assert max(compared(spec, routing(), stack(spec, biased=biased), "minimal", "recompute")) <= BF16
+    forward, backward = (call.arguments for call in double.calls[:2])
+    for arguments, name in ((forward, "activation_function"), (backward, "activation_type")):
+        assert arguments["skip_gate_proj"] is True and arguments[name].name == "SquaredReLU"
+        assert not arguments["gate_up_proj_weight"].data[:, :, 0].any()
+    assert forward["spec"].shard_on_I.expert_affinity_multiply_on_I, "upstream tests it there only"
+
+
+@pytest.mark.parametrize("release", [(2, 29), (2, 33)])
+@pytest.mark.parametrize(
+    ("gate", "biased"),
+    [(SWIGLU, ()), (SWIGLU, (True, True, True)), (CLAMPED, (False, True, False)), (SHIFTED, (False, False, True))],
+)
+def test_dense_blocks_in_bf16_are_one_expert(
+    machine: Start, gate: Gate, biased: tuple[bool, ...], release: tuple[int, int]
+) -> None:
+    machine(release=release, target="trn2")
+    torch.manual_seed(4)
+    spec, weights = BlockSpec("bf16", gate=gate), network(*biased)
+    assert max(compared(spec, None, weights, "minimal", "recompute", "gate_pre")) <= BF16
+    x = normal(T, H, dtype=torch.bfloat16)
+    y, saved = neuron().mlp_forward(x[:0], weights, spec, parse_keep("minimal"))
+    call = BackwardCall(spec, parse_keep("minimal"), Wants())
+    grads = neuron().mlp_backward(x[:0], x[:0], weights, saved, call)
+    there = [x[:0], *weights[:3], *[bias for bias in weights[3:] if bias is not None]]
+    assert y.shape == (0, H) and sum(grad.numel() for grad in grads) == sum(each.numel() for each in there)
+
+
+@pytest.mark.parametrize("gate", [SWIGLU, SHIFTED], ids=["plain", "clamped"])
+def test_clamped_values_are_never_read_from_fp8(machine: Start, gate: Gate) -> None:
+    """Without limits both are kept in FP8; with limits gate and up are made again from the input in FP8."""
+    double = machine(target="trn2").double
+    torch.manual_seed(5)
+    spec, x, given = BlockSpec("bf16", B, gate=gate), normal(T, H, dtype=torch.bfloat16), routing()
+    weights = stack(spec, biased=gate.clamped)
+    found = results(neuron(), x, given, weights, spec, "fp8")
+    assert double.names == ["moe_cte", *(["moe_cte"] if gate.clamped else []), "blockwise_mm_bwd"]
+    exact = results(neuron(), x, given, weights, spec, "minimal")
+    assert torch.equal(found[0], exact[0])
+    relative = [float((f - e).float().norm() / e.float().norm()) for f, e in zip(found[1:], exact[1:]) if e.numel()]
+    # An input in e4m3 groups is off by up to 2^-4 of itself, and moves some values across a limit.
+    assert max(relative) <= (0.12 if gate.clamped else 0.06)
+
+
+@pytest.mark.parametrize("options", [{"release": (2, 32)}, {"config_pair": True}])
+@pytest.mark.parametrize("gate", [CLAMPED, CAPPED])
+def test_the_mxfp8_pair_takes_limits(machine: Start, options: dict[str, Any], gate: Gate) -> None:
+    """The mock computes as the torch backend does, whose own masks are those of the same bf16 values."""
+    double = machine(**options).double
+    torch.manual_seed(6)
+    spec = BlockSpec("mxfp8", 128, gate=gate)
+    # The limit on the activation is passed as one on the gate, rounded to bf16.
+    assert max(compared(spec, routing(), stack(spec, biased=False), "minimal", "recompute")) <= 5e-2
+    for call in double.calls[:2]:
+        record = call.arguments.get("clamp_limits") or call.arguments["config"].clamp_limits
+        assert record.linear_clamp_lower_limit == gate.up_min and record.non_linear_clamp_upper_limit is not None
+
+
+ONLY = {"target": "trn2"}
+NO = {
+    "gelu": (ONLY, "bf16", Gate("gelu_tanh"), False, "leave the intermediate of a GELU unwritten"),
+    "gelu in mxfp8": ({}, "mxfp8", Gate("gelu"), False, "the MXFP8 kernels compute SiLU only"),
+    "alpha": (ONLY, "bf16", Gate("swish", 1.5), False, "Swish has alpha 1.702, and the block's is 1.5"),
+    "swish in mxfp8": ({}, "mxfp8", Gate("swish", 1.702), False, "compute SiLU only"),
+    "bias in mxfp8": ({}, "mxfp8", SWIGLU, True, "the MXFP8 kernels of experts take no biases"),
+    "offset in mxfp8": ({}, "mxfp8", OFFSET, False, "take no biases, so up has no offset"),
+    "softcap": (ONLY, "bf16", Gate(up_softcap=25.0), False, "softcapped, which no kernel computes"),
+    "limit": (ONLY, "bf16", Gate(gate_max=7.01), False, "gate_clamp_upper_limit 7.01 is no number of bf16"),
+    "shifted limit": (ONLY, "bf16", Gate(up_max=255.5, up_offset=1.0), False, "up_clamp_upper_limit 256.5 is no"),
+    "relu^2 before": (ONLY | {"release": (2, 31)}, "bf16", SQUARED, False, "moe_cte has no skip_gate_proj"),
+    "relu^2 in mxfp8": ({}, "mxfp8", SQUARED, False, "compute SiLU only"),
+    "relu^2 with gate": (ONLY, "bf16", Gate("squared_relu"), False, "no kernel is known to compute squared_relu"),
+}
+
+
+@pytest.mark.parametrize("name", NO)
+def test_what_no_kernel_computes_is_refused_with_its_reason(machine: Start, name: str) -> None:
+    options, precision, gate, biased, reason = NO[name]
+    double = machine(**options).double
+    spec = BlockSpec(precision, B, gate=gate)
+    shape = BlockShape("experts", H, I, E, K, biased=(biased, biased))
+    assert reason in str(neuron().support(shape, spec).reason)
+    weights, x = stack(spec, biased=biased), normal(T, H, dtype=torch.bfloat16)
+    with refused(ConfigError, f"the experts block (H={H}, I={I}, precision={precision})", reason):
+        neuron().experts_forward(x, routing(), weights, spec, parse_keep("minimal"))
+    assert not double.launches
+
+
+def test_dense_blocks_have_limits_of_their_own(machine: Start) -> None:
+    machine()
+    shape = BlockShape("mlp", H, I)
+    reason = neuron().support(shape, BlockSpec("mxfp8", gate=CLAMPED)).reason
+    assert "its gate is silu, clamped, and the dense MXFP8 kernels compute" in reason
+    biased = neuron().support(shape._replace(biased=(True, False)), BlockSpec("mxfp8")).reason
+    assert "its projections have biases, and the dense MXFP8" in biased
+    machine(target="trn2")
+    assert "without a gate projection" in neuron().support(shape, BlockSpec("bf16", gate=SQUARED)).reason
+
+
+def test_the_report_says_how_a_limit_on_the_activation_is_passed(machine: Start) -> None:
+    machine(target="trn2")
+    shape = BlockShape("experts", 512, 64, E, K)
+    *_, note = neuron().support(shape, BlockSpec("bf16", B, gate=Gate(act_max=7.0, up_max=7.0, up_min=-7.0))).notes
+    assert "the limit 7 on the activation is passed as the limit 7 on the gate (bf16)" in note and "6.9936" in note
