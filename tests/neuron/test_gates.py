@@ -17,6 +17,7 @@ from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
 from hf_neuron_moe.errors import ConfigError
 from tests.refusals import refused
@@ -183,34 +184,55 @@ def test_dense_blocks_in_bf16_are_one_expert(
     assert y.shape == (0, H) and sum(grad.numel() for grad in grads) == sum(each.numel() for each in there)
 
 
-@pytest.mark.parametrize("gate", [SWIGLU, SHIFTED], ids=["plain", "clamped"])
-def test_clamped_values_are_never_read_from_fp8(machine: Start, gate: Gate) -> None:
-    """Without limits both are kept in FP8; with limits gate and up are made again from the input in FP8."""
+@pytest.mark.parametrize("gate", [SWIGLU, SHIFTED, CLAMPED], ids=["plain", "shifted", "clamped"])
+def test_fp8_loses_no_more_with_limits(machine: Start, gate: Gate) -> None:
+    """Clamp masks are exact: read off values in FP8 they would differ in every tenth value near a limit."""
     double = machine(target="trn2").double
     torch.manual_seed(5)
     spec, x, given = BlockSpec("bf16", B, gate=gate), normal(T, H, dtype=torch.bfloat16), routing()
     weights = stack(spec, biased=gate.clamped)
     found = results(neuron(), x, given, weights, spec, "fp8")
-    assert double.names == ["moe_cte", *(["moe_cte"] if gate.clamped else []), "blockwise_mm_bwd"]
+    assert double.names == ["moe_cte", "blockwise_mm_bwd"]
     exact = results(neuron(), x, given, weights, spec, "minimal")
     assert torch.equal(found[0], exact[0])
     relative = [float((f - e).float().norm() / e.float().norm()) for f, e in zip(found[1:], exact[1:]) if e.numel()]
-    # An input in e4m3 groups is off by up to 2^-4 of itself, and moves some values across a limit.
-    assert max(relative) <= (0.12 if gate.clamped else 0.06)
+    assert max(relative) <= 0.06
+
+
+def test_packed_values_stay_on_their_side_of_a_limit() -> None:
+    limits = ((7.0, None), (8.0, -6.0))
+    torch.manual_seed(6)
+    rows = normal(2, 2, 3, 256, scale=8.0, dtype=torch.bfloat16)
+    rows[:, 0] = rows[:, 0].clamp(max=7)
+    rows[:, 1] = rows[:, 1].clamp(-6, 8)
+    rows[0, 0, 0, :4] = torch.tensor([6.96875, 7.0, -448.0, 3.0])
+    rows[1, 0, 1, 3] = torch.nan
+    found = fp8_checkpoints.unpack_clamped(*fp8_checkpoints.pack_clamped(rows, limits), limits)
+    whole = ~torch.isnan(found)
+    assert (~whole).sum() == 64 and torch.isnan(found[1, 0, 1, :64]).all(), "a group with NaN"
+    for half, bounds in enumerate(limits):
+        for limit in bounds:
+            if limit is not None:
+                assert torch.equal((found[:, half] == limit) & whole[:, half], (rows[:, half] == limit) & whole[:, half])
+    assert found[:, 0][whole[:, 0]].max() == 7 and found[:, 1].min() == -6 and found[:, 1].max() == 8
 
 
 @pytest.mark.parametrize("options", [{"release": (2, 32)}, {"config_pair": True}])
 @pytest.mark.parametrize("gate", [CLAMPED, CAPPED])
 def test_the_mxfp8_pair_takes_limits(machine: Start, options: dict[str, Any], gate: Gate) -> None:
-    """The mock computes as the torch backend does, whose own masks are those of the same bf16 values."""
     double = machine(**options).double
     torch.manual_seed(6)
-    spec = BlockSpec("mxfp8", 128, gate=gate)
-    # The limit on the activation is passed as one on the gate, rounded to bf16.
-    assert max(compared(spec, routing(), stack(spec, biased=False), "minimal", "recompute")) <= 5e-2
+    spec, x, given = BlockSpec("mxfp8", 128, gate=gate), normal(T, H, dtype=torch.bfloat16), routing()
+    weights = stack(spec, biased=False)
+    found, again = (results(neuron(), x, given, weights, spec, keep) for keep in ("minimal", "recompute"))
+    limit = gate.gate_max if gate.act_max is None else float(torch.tensor(1.02035).bfloat16())  # silu(1.02035) = 0.75
+    plain = BlockSpec("mxfp8", 128, gate=Gate(gate_max=limit, up_max=gate.up_max, up_min=gate.up_min))
+    expected = results(get_backend("torch"), x, given, weights, plain, "minimal")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, again, strict=True))
     for call in double.calls[:2]:
         record = call.arguments.get("clamp_limits") or call.arguments["config"].clamp_limits
-        assert record.linear_clamp_lower_limit == gate.up_min and record.non_linear_clamp_upper_limit is not None
+        assert list(vars(record).values()) == [gate.up_max, gate.up_min, limit, None]
 
 
 ONLY = {"target": "trn2"}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, Keep
 from hf_neuron_moe.backends.base import Saved
-from hf_neuron_moe.backends.neuron.fp8_checkpoints import pack, unpack
+from hf_neuron_moe.backends.neuron.fp8_checkpoints import Limits, pack, pack_clamped, unpack, unpack_clamped
 from hf_neuron_moe.backends.neuron.gates import PLAIN, kernel_gate
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
@@ -67,6 +67,11 @@ class Experts:
     def adds_biases(self) -> bool:
         """Whether the kernels are given biases."""
         return self.has_biases or self.block.gate.up_offset != 0
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of gate and up."""
+        return kernel_gate(self.block.gate).pairs
 
     def kernel_biases(self) -> tuple[Tensor, Tensor] | None:
         """Return the biases ``[E, 2, I]`` and ``[E, H]`` in fp32, up's with the gate's offset; None if all are zero.
@@ -131,8 +136,7 @@ class ExpertKernels(Kernels):
             blocks = block_count(tokens * min(top_k, experts), experts, size, _per_iteration(block))
         shape = (blocks, 2, inner, size)
         if keep.fp8:
-            kept = nothing[:2] if block.gate.clamped else fp8_storage(x_TH, shape[:-1], size)
-            return *kept, *fp8_storage(x_TH, (tokens,), block.hidden)
+            return *fp8_storage(x_TH, shape[:-1], size), *fp8_storage(x_TH, (tokens,), block.hidden)
         down = x_TH.new_empty((blocks, size, hidden)) if self._on_output(block) else nothing[1]
         return x_TH.new_empty(shape), down, nothing[2], nothing[3]
 
@@ -174,10 +178,9 @@ class ExpertKernels(Kernels):
         out_TH = out_TH[:, : experts.block.hidden].contiguous()
         if not keeps:
             return out_TH, saved
-        if keep.fp8 and experts.block.gate.clamped:
-            return out_TH, (*saved[:2], *pack(x_TH))
         if keep.fp8:
-            return out_TH, (*pack(self._used_slots(checkpoints[0], routing, experts)), *pack(x_TH))
+            turn = partial(pack_clamped, limits=experts.limits) if experts.block.gate.clamped else pack
+            return out_TH, (*turn(self._used_slots(checkpoints[0], routing, experts)), *pack(x_TH))
         down = checkpoints[1] if self._on_output(experts.block) else saved[1]
         return out_TH, (checkpoints[0], down, saved[2], saved[3])
 
@@ -273,9 +276,9 @@ class ExpertKernels(Kernels):
         on_output = self._on_output(experts.block)
         if keep.fp8:
             x_TH = unpack(saved[2], saved[3])
-            # Values in FP8 do not show which were clamped, so a clamped gate and up are made again.
-            if not on_output and not experts.block.gate.clamped:
-                return unpack(saved[0], saved[1]), None, x_TH
+            if not on_output:
+                turn = partial(unpack_clamped, limits=experts.limits) if experts.block.gate.clamped else unpack
+                return turn(saved[0], saved[1]), None, x_TH
         elif keeps_checkpoints(keep):
             return saved[0], saved[1] if on_output else None, x_TH
         _, made = self._run_forward(x_TH, routing, experts, checkpoint=True)

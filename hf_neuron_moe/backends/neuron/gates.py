@@ -16,6 +16,7 @@ import torch
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.fp8_checkpoints import Limits
 
 SWISH_ALPHA = 1.702  # the kernels' constant
 _CLAMPS = frozenset(
@@ -59,6 +60,11 @@ class KernelGate(NamedTuple):
     def limits(self) -> dict[str, float | None]:
         """The four limits by the kernels' names of them."""
         return dict(zip(self._fields[2:], self[2:], strict=True))
+
+    @property
+    def pairs(self) -> Limits:
+        """The limits of gate, then of up."""
+        return self[2:4], self[4:6]
 
 
 PLAIN = KernelGate()
