@@ -58,7 +58,8 @@ class FlatBackend:
     ) -> Any:
         transposed, precision, block_size, keep = options
         spec = BlockSpec(precision, block_size, transposed)
-        return self.backend.experts_forward(x, Routing(index, weight), ExpertWeights(gate_up, down), spec, parse_keep(keep))
+        weights = ExpertWeights(gate_up, down)
+        return self.backend.experts_forward(x, Routing(index, weight), weights, spec, parse_keep(keep))
 
     def experts_backward(
         self, dout: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *rest: Any

@@ -195,7 +195,9 @@ def test_two_cores_share_whole_blocks_in_mxfp8_only(precision: str, blocks: int)
 
 def test_slots_without_a_token_are_zero_before_they_share_a_scale() -> None:
     """No document says what the MXFP8 forward leaves there, and NaN would spread over its FP8 group."""
-    experts = Experts((torch.empty(2, 8, 4),), torch.empty(2, 4, 4), split_axes(False), Block("experts", "mxfp8", 4, 4, 128))
+    experts = Experts(
+        (torch.empty(2, 8, 4),), torch.empty(2, 4, 4), split_axes(False), Block("experts", "mxfp8", 4, 4, 128)
+    )
     index, weight = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
     kernels = ExpertKernels(None, None, None)  # type: ignore[arg-type] -- nothing is called
     slots = torch.full((2, 2, 4, 128), torch.nan)

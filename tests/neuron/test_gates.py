@@ -5,6 +5,7 @@ The reference is the torch backend. Letters: T tokens, H hidden, I intermediate,
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, ShapeError
 from tests.refusals import refused
+from tests.tiny_models import tiny_model
 
 Start = Callable[..., SimpleNamespace]
 T, H, I, E, K, B = 37, 96, 160, 3, 2, 256  # noqa: E741
@@ -213,7 +218,9 @@ def test_packed_values_stay_on_their_side_of_a_limit() -> None:
     for half, bounds in enumerate(limits):
         for limit in bounds:
             if limit is not None:
-                assert torch.equal((found[:, half] == limit) & whole[:, half], (rows[:, half] == limit) & whole[:, half])
+                assert torch.equal(
+                    (found[:, half] == limit) & whole[:, half], (rows[:, half] == limit) & whole[:, half]
+                )
     assert found[:, 0][whole[:, 0]].max() == 7 and found[:, 1].min() == -6 and found[:, 1].max() == 8
 
 
@@ -248,7 +255,13 @@ NO = {
     "shifted limit": (ONLY, "bf16", Gate(up_max=255.5, up_offset=1.0), False, "up_clamp_upper_limit 256.5 is no"),
     "relu^2 before": (ONLY | {"release": (2, 31)}, "bf16", SQUARED, False, "moe_cte has no skip_gate_proj"),
     "relu^2 in mxfp8": ({}, "mxfp8", SQUARED, False, "compute SiLU only"),
-    "relu^2 with gate": (ONLY, "bf16", Gate("squared_relu"), False, "no kernel is known to compute squared_relu"),
+    "relu^2 with gate": (
+        ONLY,
+        "bf16",
+        Gate("squared_relu"),
+        False,
+        "its gate is squared_relu, with which the kernels are not",
+    ),
 }
 
 
@@ -263,6 +276,47 @@ def test_what_no_kernel_computes_is_refused_with_its_reason(machine: Start, name
     with refused(ConfigError, f"the experts block (H={H}, I={I}, precision={precision})", reason):
         neuron().experts_forward(x, routing(), weights, spec, parse_keep("minimal"))
     assert not double.launches
+
+
+def test_gated_bodies_trace_without_looking_at_values(machine: Start) -> None:
+    """As under ``torch.compile``: biases, limits and saved FP8 are made from shapes and constants."""
+    double = machine(target="trn2").double
+    torch.manual_seed(7)
+    spec, given = BlockSpec("bf16", B, True, SHIFTED, interleaved=True), routing()
+    x = normal(T, H, dtype=torch.bfloat16)
+    weights = stack(spec)
+    real = results(neuron(), x, given, weights, spec, "fp8")
+    double.clear()
+
+    def body(*tensors: Tensor) -> list[Tensor]:
+        row, index, weight, *parts = tensors
+        return results(neuron(), row, Routing(index, weight), ExpertWeights(*parts), spec, "fp8")
+
+    with FakeTensorMode() as mode:
+        traced = body(*[mode.from_tensor(tensor) for tensor in (x, *given, *weights)])
+    assert [(t.shape, t.dtype) for t in traced] == [(t.shape, t.dtype) for t in real]
+    assert len(double.traced) == 2 and not double.launches
+    graph = make_fx(body, tracing_mode="fake")(x, *given, *weights)
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert not names & {"aten._local_scalar_dense.default", "aten.nonzero.default"}
+
+
+def test_a_long_dense_call_in_bf16_runs_on_torch_where_that_is_allowed(machine: Start, monkeypatch: Any) -> None:
+    double = machine(target="trn2").double
+    monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.limits"), "BF16_TOKENS", 32)
+    ids = torch.randint(3, 60, (1, 40))
+    model = tiny_model("llama", num_hidden_layers=1).bfloat16()
+    patch_model(model, {"backend": "neuron"})
+    with refused(ShapeError, "the number of tokens (batch size times length)", got="40"):
+        model(input_ids=ids)
+    model = tiny_model("llama", num_hidden_layers=1).bfloat16()
+    report = patch_model(model, {"backend": "neuron", "fallback": "torch"})
+    assert "calls of more than 32 tokens run on torch" in report.patched[0].notes
+    with pytest.warns(NeuronMoEWarning, match="more than 32 tokens"):
+        model(input_ids=ids)
+    assert not double.launches
+    model(input_ids=ids[:, :20])
+    assert len(double.launches) == 1
 
 
 def test_dense_blocks_have_limits_of_their_own(machine: Start) -> None:

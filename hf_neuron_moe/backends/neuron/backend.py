@@ -20,6 +20,7 @@ from hf_neuron_moe.backends.neuron import limits, versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
+from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block, most_tokens, unsupported_reason_tokens
 from hf_neuron_moe.backends.neuron.quantized_experts import QuantizedKernels, unsupported_reason_quantized
@@ -108,7 +109,8 @@ class NeuronBackend(Backend):
         if reason is not None or tokens is not None:
             return Support(reason, most)
         copies = weight_copy_bytes(self.adapter, block, shape.experts, shape.ordered, shape.dtype)
-        return Support(None, most, copies, block.notes, block.padded)
+        open_points = (BF16_OPEN,) if block.precision == "bf16" else ()
+        return Support(None, most, copies, (*open_points, *block.notes), block.padded)
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         most = limits.BF16_TOKENS if stack.gate_up_codes.dim() > 2 else None

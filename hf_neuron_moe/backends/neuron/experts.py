@@ -225,7 +225,7 @@ class ExpertKernels(Kernels):
             clamped = any(limit is not None for limit in gate.limits.values())
             return (f"{name}_clamped", gate.limits) if clamped else (name, {})
         if gate.ungated:
-            return f"{name}_ungated", {}
+            return f"{name}_ungated", {"skip_gate_proj": True}
         if gate == PLAIN and not experts.adds_biases:
             return name, {}
         return f"{name}_gated", {"swish": gate.swish, **gate.limits}

@@ -27,8 +27,6 @@ _GATED = {
     "moe_backward": frozenset({"activation_type", "bias", "clamp_limits"}),
     "moe_forward_mxfp8": frozenset({"clamp_limits"}),
     "moe_backward_mxfp8": frozenset({"clamp_limits"}),
-    "moe_forward_mx": _CLAMPS | {"activation_function"},
-    "moe_forward_mx_wide": _CLAMPS | {"activation_function"},
 }
 """By need, arguments that wrapper kernels pass for a gate other than SwiGLU and for biases."""
 _UNGATED = "skip_gate_proj"
@@ -134,7 +132,7 @@ def unsupported_reason_activation(gate: Gate, precision: str) -> str | None:
     if swish and gate.alpha != SWISH_ALPHA:
         return f"the kernels' Swish has alpha {SWISH_ALPHA}, and the block's is {gate.alpha:g}"
     if gate.gated and gate.act not in ("silu", "swish"):
-        return f"no kernel is known to compute {gate.act} with a gate"
+        return f"its gate is {gate.title}, with which the kernels are not called"
     return None
 
 

@@ -13,7 +13,6 @@ from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.gates import gate_notes, unsupported_reason_gate
-from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, public
 from hf_neuron_moe.formats.padding import LANES
@@ -86,9 +85,9 @@ class Block:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a report says of the block's kernels."""
+        """What a report says of how the kernels compute this block, besides what holds for all in its precision."""
         dense = (ONE_EXPERT,) if self.blockwise and self.kind == "mlp" else ()
-        return (*dense, *((BF16_OPEN,) if self.precision == "bf16" else ()), *gate_notes(self.gate))
+        return (*dense, *gate_notes(self.gate))
 
     @property
     def padded(self) -> tuple[int, int]:

@@ -107,6 +107,7 @@ def moe_backward_ungated(
     block_to_expert: Any,
     output_hidden_states_grad: Any,
     block_size: int,
+    skip_gate_proj: bool,
     bias: bool = False,
 ) -> Any:
     """Return the same without a gate projection (2.33); the gate's half of the gate_up gradient is zero."""
@@ -126,5 +127,5 @@ def moe_backward_ungated(
         affinity_option=AffinityOption.AFFINITY_ON_I,
         bias=bias,
         activation_type=ActFnType.SquaredReLU,
-        skip_gate_proj=True,
+        skip_gate_proj=skip_gate_proj,
     )

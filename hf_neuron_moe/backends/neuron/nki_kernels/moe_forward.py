@@ -103,10 +103,11 @@ def moe_forward_ungated(
     block_size: int,
     checkpoint: bool,
     affinity_on_i: bool,
+    skip_gate_proj: bool,
     gate_and_up_proj_bias: Any = None,
     down_proj_bias: Any = None,
 ) -> Any:
-    """Return the same without a gate projection (2.33): ``max(u, 0)`` squared; the gate's weights are not read."""
+    """Return the same without a gate projection (2.33): ``max(u, 0)`` squared; `skip_gate_proj` is True."""
     return moe_cte(
         hidden_states=hidden_states,
         expert_affinities_masked=expert_affinities_masked,
@@ -122,5 +123,5 @@ def moe_forward_ungated(
         gate_and_up_proj_bias=gate_and_up_proj_bias,
         down_proj_bias=down_proj_bias,
         activation_function=ActFnType.SquaredReLU,
-        skip_gate_proj=True,
+        skip_gate_proj=skip_gate_proj,
     )
