@@ -59,6 +59,8 @@ def _backward(arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, 
     arguments["activation_type"] = _activation(arguments)
     limits = {field: arguments.pop(name, None) for field, name in _CLAMPS.items()}
     arguments["clamp_limits"] = ClampLimits(**limits)
+    # The device's gradient lacks the part of the down bias, which the backend adds.
+    arguments["upstream_affinity_grad"] = bool(arguments.get("bias"))
     call = {"down_proj_act_checkpoint": None, **arguments, "skip_dma": SkipMode(skip_token=True)}
     if call["down_proj_act_checkpoint"] is None:
         call |= {"shard_option": ShardOption.SHARD_ON_FREE, "affinity_option": AffinityOption.AFFINITY_ON_I}

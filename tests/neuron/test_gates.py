@@ -23,7 +23,9 @@ from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
+from hf_neuron_moe.device.emulation import emulated
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, ShapeError
+from hf_neuron_moe.modules import ops
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 
@@ -299,6 +301,57 @@ def test_gated_bodies_trace_without_looking_at_values(machine: Start) -> None:
     graph = make_fx(body, tracing_mode="fake")(x, *given, *weights)
     names = {str(node.target) for node in graph.graph.nodes}
     assert not names & {"aten._local_scalar_dense.default", "aten.nonzero.default"}
+
+
+@pytest.mark.parametrize(("gate", "release"), [(SHIFTED, (2, 29)), (SHIFTED, (2, 33)), (SQUARED, (2, 33))])
+def test_verify_device_computes_gates_as_the_kernels_do(machine: Start, gate: Gate, release: tuple[int, int]) -> None:
+    machine(release=release, target="trn2")
+    torch.manual_seed(10)
+    spec, given, x = BlockSpec("bf16", B, gate=gate), routing(), normal(T, H, dtype=torch.bfloat16)
+    weights = stack(spec)
+    found = results(neuron(), x, given, weights, spec, "minimal")
+    with emulated():
+        expected = results(neuron(), x, given, weights, spec, "minimal")
+    assert max(deviations(found, expected)) <= 8e-3  # sums in another order, as in verify-device
+
+
+def test_interleaved_weights_are_copied_and_counted(machine: Start) -> None:
+    """In the kernels' order ``[E, H, 2I]`` nothing is copied, but where gate and up alternate gate_up is."""
+    machine(target="trn2")
+    torch.manual_seed(8)
+    shape = BlockShape("experts", 512, 64, E, K, ordered=True)
+    counted = [neuron().support(shape, BlockSpec("bf16", B, True, SHIFTED, mixed)) for mixed in (False, True)]
+    assert [found.weight_copy_bytes for found in counted] == [0, E * 512 * 128 * 2]
+    weights = ExpertWeights(normal(E, 512, 128, dtype=torch.bfloat16), normal(E, 64, 512, dtype=torch.bfloat16))
+    spec, x = BlockSpec("bf16", B, True, SHIFTED, interleaved=True), normal(T, 512, dtype=torch.bfloat16)
+    neuron().experts_forward(x, routing(), weights, spec, parse_keep("minimal"))
+    assert neuron().prepared_bytes == E * 512 * 128 * 2
+
+
+def test_the_operators_give_every_gradient(machine: Start) -> None:
+    machine(target="trn2")
+    torch.manual_seed(9)
+    index, weight = routing()
+    spec = BlockSpec("bf16", B, gate=SHIFTED)
+    (gate_up, down, *biases), mlp, x = stack(spec), network(False, True, True), normal(T, H)
+    options: dict[str, Any] = {"precision": "bf16", "gate": SHIFTED}
+    routed = {"transposed": False, "block_size": B, "biases": tuple(biases), **options}
+    for leaves, run in (
+        (
+            (x, weight, gate_up, down, *biases),
+            lambda backend: ops.experts(x, index, weight, gate_up, down, backend=backend, **routed),
+        ),
+        (
+            (x, *mlp[:3], *mlp[4:]),
+            lambda backend: ops.swiglu_mlp(x, *mlp[:3], backend=backend, biases=mlp[3:], **options),
+        ),
+    ):
+        for leaf in leaves:
+            leaf.requires_grad_()
+        found, expected = (
+            torch.autograd.grad(run(name).square().sum(), leaves) for name in (neuron().name, get_backend("torch").name)
+        )
+        assert max(deviations(list(found), list(expected))) <= BF16
 
 
 def test_a_long_dense_call_in_bf16_runs_on_torch_where_that_is_allowed(machine: Start, monkeypatch: Any) -> None:

@@ -32,6 +32,7 @@ KERNELS = {
     "dense": ("mlp_forward_mxfp8_nki", "mlp_backward_mxfp8_nki"),
     "experts-mxfp8": ("blockwise_mm_fwd_mxfp8", "blockwise_mm_bwd_mxfp8"),
     "experts-bf16": ("moe_cte", "blockwise_mm_bwd"),
+    "dense-bf16": ("moe_cte", "blockwise_mm_bwd"),
 }
 
 

@@ -25,6 +25,7 @@ GRADIENTS = {
     "dense": {"gate_up_proj", "down_proj"},
     "experts-mxfp8": {"gate_up_proj", "down_proj", "routing weights"},
     "experts-bf16": {"gate_up_proj", "down_proj", "routing weights"},
+    "dense-bf16": {"gate_up_proj", "down_proj"},
 }
 
 

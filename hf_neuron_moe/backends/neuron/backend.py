@@ -108,7 +108,8 @@ class NeuronBackend(Backend):
         )
         if reason is not None or tokens is not None:
             return Support(reason, most)
-        copies = weight_copy_bytes(self.adapter, block, shape.experts, shape.ordered, shape.dtype)
+        stored = (shape.experts, shape.ordered, shape.dtype, spec.interleaved)
+        copies = weight_copy_bytes(self.adapter, block, *stored)
         open_points = (BF16_OPEN,) if block.precision == "bf16" else ()
         return Support(None, most, copies, (*open_points, *block.notes), block.padded)
 
@@ -199,11 +200,19 @@ class NeuronBackend(Backend):
         return Experts.of(weights, spec, self._checked(block, rows))
 
 
-def weight_copy_bytes(adapter: Adapter, block: Block, experts: int | None, ordered: bool, dtype: torch.dtype) -> int:
+def weight_copy_bytes(
+    adapter: Adapter,
+    block: Block,
+    experts: int | None,
+    ordered: bool,
+    dtype: torch.dtype,
+    interleaved: bool = False,
+) -> int:
     """Return the bytes of the weight copies that the kernels' forward and backward of `block` need; runs nothing.
 
     `adapter` decides which generation's kernels read them; `experts` is E, None for a dense MLP. The parameters have
     `dtype`, and are `ordered` where gate and up are one tensor (dense), or weights ``[E, H, 2I]`` and ``[E, I, H]``.
+    With `interleaved` gate and up alternate in the experts' weights.
     """
     counted, H, I = CountedWeights(), block.hidden, block.inner  # noqa: E741
     no_launcher: Any = None
@@ -214,7 +223,7 @@ def weight_copy_bytes(adapter: Adapter, block: Block, experts: int | None, order
     if experts is not None:
         joint = 2 * I if block.gate.gated else I
         gate_up, down = ((H, joint), (I, H)) if ordered else ((joint, H), (H, I))
-        spec = BlockSpec(block.precision, transposed=ordered, gate=block.gate)
+        spec = BlockSpec(block.precision, transposed=ordered, gate=block.gate, interleaved=interleaved)
         stack = Experts.of(ExpertWeights(weight(experts, *gate_up), weight(experts, *down)), spec, block)
         ExpertKernels(adapter, no_launcher, counted).prepare(stack)
         return counted.nbytes
