@@ -5,7 +5,6 @@ The reference is the torch backend. Letters: T tokens, H hidden, I intermediate,
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,92 +15,40 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import parse_keep
-from hf_neuron_moe.backends import get_backend, resolve_backend
-from hf_neuron_moe.backends.base import BackwardCall
+from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron import fp8_checkpoints
-from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, Routing
 from hf_neuron_moe.device.emulation import emulated
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, ShapeError
+from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules import ops
+from tests.neuron.gate_runs import (
+    BF16,
+    CAPPED,
+    CLAMPED,
+    OFFSET,
+    SHIFTED,
+    SQUARED,
+    B,
+    E,
+    H,
+    I,
+    K,
+    T,
+    compared,
+    deviations,
+    network,
+    neuron,
+    normal,
+    results,
+    routing,
+    stack,
+)
 from tests.refusals import refused
-from tests.tiny_models import tiny_model
 
 Start = Callable[..., SimpleNamespace]
-T, H, I, E, K, B = 37, 96, 160, 3, 2, 256  # noqa: E741
-BF16 = 2e-2  # of the largest value: nki-library's own tolerance of its bf16 kernels
-CLAMPED = Gate(gate_max=1.0, up_max=1.0, up_min=-1.0)
-SHIFTED = Gate("swish", 1.702, gate_max=1.0, up_max=1.0, up_min=-1.0, up_offset=1.0)
-OFFSET = Gate(up_offset=1.0)
-CAPPED = Gate(act_max=0.75, up_max=0.75, up_min=-0.75)
-SQUARED = Gate("squared_relu", gated=False)
 RELEASES = [(2, 29), (2, 30), (2, 31), (2, 33)]
-
-
-def neuron() -> Any:
-    return get_backend(resolve_backend("neuron", torch.device("cpu")))
-
-
-def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(shape) * scale).to(dtype)
-
-
-def routing() -> Routing:
-    index = torch.stack([torch.randperm(E + 1)[:K] for _ in range(T)])  # some pairs belong to another rank
-    return Routing(index, torch.rand(T, K))
-
-
-def stack(spec: BlockSpec, *, biased: bool = True) -> ExpertWeights:
-    """Experts whose biases are as large as their products."""
-    rows = 2 * I if spec.gate.gated else I
-    gate_up, down = normal(E, rows, H, scale=0.1), normal(E, H, I, scale=0.1)
-    if spec.transposed:
-        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
-    return ExpertWeights(gate_up, down, *((normal(E, rows), normal(E, H)) if biased else ()))
-
-
-def network(*biased: bool) -> FFNWeights:
-    """A dense MLP with biases of gate, up and down where asked for."""
-    biases = [normal(size) if there else None for size, there in zip((I, I, H), biased or (False,) * 3, strict=True)]
-    return FFNWeights(normal(I, H, scale=0.1), normal(I, H, scale=0.1), normal(H, I, scale=0.1), *biases)
-
-
-def results(backend: Any, x: Tensor, given: Any, weights: Any, spec: BlockSpec, keep: str) -> list[Tensor]:
-    """Output and every gradient of experts, or of a dense MLP where no routing is `given`."""
-    dout, policy = torch.roll(x, 1, 0), parse_keep(keep)
-    call = BackwardCall(spec, policy, Wants())
-    source = x.new_empty(0) if policy.fp8 else x
-    if given is None:
-        y, saved = backend.mlp_forward(x, weights, spec, policy)
-        shape = BlockShape("mlp", H, I)
-        grads = backend.mlp_backward(dout, source, weights, saved, call)
-    else:
-        y, saved = backend.experts_forward(x, given, weights, spec, policy)
-        shape = BlockShape("experts", H, I, E, K)
-        grads = backend.experts_backward(dout, source, given, weights, saved, call)
-    if backend.name == "neuron":
-        fakes = backend.fake_saved(x, shape, spec, policy)
-        assert [(t.shape, t.dtype) for t in fakes] == [(t.shape, t.dtype) for t in saved]
-    return [y, *grads]
-
-
-def deviations(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """Largest difference of each pair, in parts of the largest value; 0 for gradients of what is not there."""
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and mine.is_contiguous()
-    pairs = [(mine.float(), theirs.float()) for mine, theirs in zip(found, expected, strict=True) if theirs.numel()]
-    return [float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs]
-
-
-def compared(spec: BlockSpec, given: Any, weights: Any, *keeps: str) -> list[float]:
-    """Deviations of a block from the torch backend with the first policy; others must give the same gradients."""
-    x = normal(T, H, dtype=torch.bfloat16)
-    first, *others = (results(neuron(), x, given, weights, spec, keep) for keep in keeps)
-    for found in others:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[1:], first[1:])), "policies differ"
-    return deviations(first, results(get_backend("torch"), x, given, weights, spec, keeps[0]))
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -169,26 +116,6 @@ def test_experts_without_a_gate_projection_run_on_the_release_that_has_them(mach
         assert arguments["skip_gate_proj"] is True and arguments[name].name == "SquaredReLU"
         assert not arguments["gate_up_proj_weight"].data[:, :, 0].any()
     assert forward["spec"].shard_on_I.expert_affinity_multiply_on_I, "upstream tests it there only"
-
-
-@pytest.mark.parametrize("release", [(2, 29), (2, 33)])
-@pytest.mark.parametrize(
-    ("gate", "biased"),
-    [(SWIGLU, ()), (SWIGLU, (True, True, True)), (CLAMPED, (False, True, False)), (SHIFTED, (False, False, True))],
-)
-def test_dense_blocks_in_bf16_are_one_expert(
-    machine: Start, gate: Gate, biased: tuple[bool, ...], release: tuple[int, int]
-) -> None:
-    machine(release=release, target="trn2")
-    torch.manual_seed(4)
-    spec, weights = BlockSpec("bf16", gate=gate), network(*biased)
-    assert max(compared(spec, None, weights, "minimal", "recompute", "gate_pre")) <= BF16
-    x = normal(T, H, dtype=torch.bfloat16)
-    y, saved = neuron().mlp_forward(x[:0], weights, spec, parse_keep("minimal"))
-    call = BackwardCall(spec, parse_keep("minimal"), Wants())
-    grads = neuron().mlp_backward(x[:0], x[:0], weights, saved, call)
-    there = [x[:0], *weights[:3], *[bias for bias in weights[3:] if bias is not None]]
-    assert y.shape == (0, H) and sum(grad.numel() for grad in grads) == sum(each.numel() for each in there)
 
 
 @pytest.mark.parametrize("gate", [SWIGLU, SHIFTED, CLAMPED], ids=["plain", "shifted", "clamped"])
@@ -352,35 +279,6 @@ def test_the_operators_give_every_gradient(machine: Start) -> None:
             torch.autograd.grad(run(name).square().sum(), leaves) for name in (neuron().name, get_backend("torch").name)
         )
         assert max(deviations(list(found), list(expected))) <= BF16
-
-
-def test_a_long_dense_call_in_bf16_runs_on_torch_where_that_is_allowed(machine: Start, monkeypatch: Any) -> None:
-    double = machine(target="trn2").double
-    monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.limits"), "BF16_TOKENS", 32)
-    ids = torch.randint(3, 60, (1, 40))
-    model = tiny_model("llama", num_hidden_layers=1).bfloat16()
-    patch_model(model, {"backend": "neuron"})
-    with refused(ShapeError, "the number of tokens (batch size times length)", got="40"):
-        model(input_ids=ids)
-    model = tiny_model("llama", num_hidden_layers=1).bfloat16()
-    report = patch_model(model, {"backend": "neuron", "fallback": "torch"})
-    assert "calls of more than 32 tokens run on torch" in report.patched[0].notes
-    with pytest.warns(NeuronMoEWarning, match="more than 32 tokens"):
-        model(input_ids=ids)
-    assert not double.launches
-    model(input_ids=ids[:, :20])
-    assert len(double.launches) == 1
-
-
-def test_dense_blocks_have_limits_of_their_own(machine: Start) -> None:
-    machine()
-    shape = BlockShape("mlp", H, I)
-    reason = neuron().support(shape, BlockSpec("mxfp8", gate=CLAMPED)).reason
-    assert "its gate is silu, clamped, and the dense MXFP8 kernels compute" in reason
-    biased = neuron().support(shape._replace(biased=(True, False)), BlockSpec("mxfp8")).reason
-    assert "its projections have biases, and the dense MXFP8" in biased
-    machine(target="trn2")
-    assert "without a gate projection" in neuron().support(shape, BlockSpec("bf16", gate=SQUARED)).reason
 
 
 def test_the_report_says_how_a_limit_on_the_activation_is_passed(machine: Start) -> None:
