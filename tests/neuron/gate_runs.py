@@ -1,4 +1,4 @@
-"""Blocks with any gate and biases on one backend. T tokens, H hidden, I intermediate, E experts, K experts per token."""
+"""Blocks with any gate and biases on one backend. T tokens, H hidden, I intermediate, E experts, K per token."""
 
 from __future__ import annotations
 
