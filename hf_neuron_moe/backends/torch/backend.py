@@ -35,7 +35,7 @@ from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
 from hf_neuron_moe.backends.torch.grouped_forward import grouped_forward
 from hf_neuron_moe.backends.torch.quantized import quantized_backward, quantized_forward
 from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
-from hf_neuron_moe.backends.torch.tiles import Loader, make_loader, tile_loader
+from hf_neuron_moe.backends.torch.tiles import Loader, make_loader
 
 
 class TorchBackend:
@@ -87,7 +87,7 @@ class TorchBackend:
         if not keep.backward and weights[3:] == _NO_BIAS[:3] and spec.gate.reads_up_as_it_is:
             out = decode.mlp(x_SH, *weights[:3], spec.precision, spec.gate)
             if out is None and generation.suits(spec.precision, len(x_SH), weights.gate_IH):
-                out = generation.mlp(x_SH, *weights[:3], gating=gating)
+                out = generation.mlp(x_SH, weights, gating)
             if out is not None:
                 return out, _nothing(x_SH)
         rows = Rows.of_dense(len(x_SH))
@@ -137,7 +137,7 @@ class TorchBackend:
                 return decode.experts(x_TH, routing, weights, spec.transposed, gating), _nothing(x_TH)
         rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(weights, spec)
         if not keep.backward and plain and generation.suits(spec.precision, count, gate_up):
-            return generation.experts(x_TH, rows, stack, gating), _nothing(x_TH)
+            return generation.experts(x_TH, rows, stack, gating).to(x_TH.dtype), _nothing(x_TH)
         return _forward(x_TH, rows, stack, _loader(spec, x_TH, rows, stack), keep, gating, routing)
 
     def experts_backward(
@@ -210,9 +210,7 @@ _NO_BIAS = (None, None, None)
 
 
 def _loader(spec: BlockSpec, x_TH: Tensor, rows: Rows, weights: GroupedWeights, *, lone_384: bool = False) -> Loader:
-    """Return a loader for bf16 products of whole layers, or for tiles, where biases are added to fp32 sums."""
-    if weights.biased or spec.gate.up_offset or spec.interleaved or not spec.gate.gated:
-        return replace(tile_loader(spec.precision, x_TH.device), lone_384=lone_384)
+    """Return a loader for bf16 products of whole layers, or for tiles."""
     per_run = rows.count if rows.token_R is None else rows_per_run(rows.runs)
     return make_loader(spec.precision, x_TH.device, per_run, weights.down_GHI.dtype, lone_384=lone_384)
 
@@ -228,9 +226,10 @@ def _forward(
 ) -> tuple[Tensor, Saved]:
     """Compute a block whose forward may have a backward, by bf16 products of whole layers or by tiles."""
     saved = _storage(x_TH, rows.count, weights.inner, keep, gated=not gating.skip_gate)
-    forward = grouped_forward if loader.compute.operand == torch.bfloat16 else run_experts_forward
+    grouped = loader.compute.operand == torch.bfloat16
+    forward = grouped_forward if grouped else run_experts_forward
     out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner, gating), gating)
-    if weights.down_bias_GH is not None:
+    if weights.down_bias_GH is not None and not (grouped and routing is None):
         out_TH = add_down_bias(out_TH, weights.down_bias_GH, routing)
     if keep.fp8:
         FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x_TH.shape[1]), x_TH)
@@ -258,11 +257,12 @@ def _checkpoints(saved: Saved, keep: Keep, inner: int, gating: Gating) -> Checkp
     """What is saved as the tiles read and write it; every policy cuts up in the same place, so that all sums agree."""
     if gating.skip_gate:
         up = saved[1] if "up" in keep.names else None
-        return Checkpoints(up=FP8Rows(saved[0][0], saved[1][0]) if keep.fp8 else up)
+        return Checkpoints(up=FP8Rows(saved[0][0], saved[1][0], gating.up_limits) if keep.fp8 else up)
     up_cut = kept_up_columns(inner) if keep.backward else None
     if keep.fp8:
         codes, scales = saved[0], saved[1]
-        return Checkpoints(FP8Rows(codes[0], scales[0]), FP8Rows(codes[1], scales[1]), up_cut=up_cut)
+        gate, up_ = gating.gate_limits, gating.up_limits
+        return Checkpoints(FP8Rows(codes[0], scales[0], gate), FP8Rows(codes[1], scales[1], up_), up_cut=up_cut)
     names = ("gate_pre", "up", "gate_act", "intermediate")
     kept = (tensor if name in keep.names else None for name, tensor in zip(names, saved, strict=True))
     return Checkpoints(*kept, up_cut=up_cut)
