@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, kept_up_columns
 from hf_neuron_moe.backends.base import BackwardCall, ExpertsGrads, MLPGrads, Saved
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch import generation
@@ -29,7 +30,7 @@ from hf_neuron_moe.backends.torch.experts import (
     run_experts_forward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.gating import SILU, Gating, gating_of
+from hf_neuron_moe.backends.torch.gating import Gating, gating_of
 from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
 from hf_neuron_moe.backends.torch.grouped_forward import grouped_forward
@@ -103,7 +104,7 @@ class TorchBackend:
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
     ) -> MLPGrads:
         spec, keep, wants = call
-        rows, grouped, gating = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights), _gating(spec, keep)
+        rows, grouped, gating = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights), _gating(spec.gate, keep)
         loader = _loader(spec, dout_SH, rows, grouped)
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
         grads = FFNWeights(*map(gradient_memory().empty_like, weights[:3])) if wants.weights else None
@@ -151,7 +152,7 @@ class TorchBackend:
     ) -> ExpertsGrads:
         spec, keep, wants = call
         rows, stack = Rows.of_routing(routing, len(weights.down), spec.block_size), ExpertStack(weights, spec)
-        loader, gating = _loader(spec, dout_TH, rows, stack), _gating(spec, keep)
+        loader, gating = _loader(spec, dout_TH, rows, stack), _gating(spec.gate, keep)
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
         grads = ExpertWeights(*map(gradient_memory().empty_like, weights[:2])) if wants.weights else None
         biases = BiasGrads(stack, wants, dout_TH)
@@ -181,7 +182,10 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _quantized_rows(x_TH, routing, stack)
         saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep)
-        out_TH = quantized_forward(x_TH, rows, stack, _checkpoints((*saved, *saved), keep, stack.inner, SILU))
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating_of(stack.gate))
+        out_TH = quantized_forward(x_TH, rows, stack, checkpoints)
+        if stack.down_bias is not None:
+            out_TH = add_down_bias(out_TH, stack.down_bias.view(-1, stack.hidden), routing)
         return out_TH.to(x_TH.dtype), *saved
 
     def quantized_backward(
@@ -195,7 +199,8 @@ class TorchBackend:
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
         rows = _quantized_rows(dout_TH, routing, stack)
-        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, SILU)  # only gate and up are read
+        gating = _gating(stack.gate, keep)
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating)  # only gate and up are read
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
         dx_TH = quantized_backward(
             dout_TH,
@@ -205,9 +210,11 @@ class TorchBackend:
             checkpoints,
             d_scale_R,
             wants_input=wants.input,
-            gating=FP8Gating() if keep.fp8 else SILU,
+            gating=gating,
         )
         d_weight_TK = None if routing is None else _routing_grad(d_scale_R, rows, routing.weight_TK)
+        if d_weight_TK is not None and routing is not None and stack.down_bias is not None:
+            d_weight_TK = d_weight_TK + routed_bias_grad(dout_TH, routing, stack.down_bias).to(d_weight_TK.dtype)
         return _or_empty(dx_TH, dout_TH), _or_empty(d_weight_TK, dout_TH)
 
 
@@ -281,8 +288,8 @@ def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
     return FP8Rows(saved[2], saved[3]).take(slice(None), slice(0, saved[2].shape[1])).to(dtype)
 
 
-def _gating(spec: BlockSpec, keep: Keep) -> Gating:
-    gating = gating_of(spec.gate)
+def _gating(gate: Gate, keep: Keep) -> Gating:
+    gating = gating_of(gate)
     return FP8Gating(**vars(gating)) if keep.fp8 else gating
 
 

@@ -148,13 +148,18 @@ def added_to_sums(up: Tensor, biases: Added, gating: Gating) -> Added:
 
 
 def project_gate_up(
-    x: RowSource, weights: FFNWeights, loader: Loader, gate_RI: Tensor | None, up_RI: Tensor | None
+    x: RowSource,
+    weights: FFNWeights,
+    loader: Loader,
+    gate_RI: Tensor | None,
+    up_RI: Tensor | None,
+    gating: Gating = SILU,
 ) -> None:
     """Make gate and up pre-activations again as :func:`ffn_forward` made them for its checkpoints; None was saved."""
-    inner, hidden = weights.up_IH.shape
+    (inner, hidden), added = weights.up_IH.shape, added_to_sums(weights.up_IH, weights[3:5], gating)
     for columns in column_spans(inner, loader.compute):
         gate_IH, wanted = None if gate_RI is None else weights.gate_IH, 0 if up_RI is not None else columns.length
-        projections = Projections(gate_IH, weights.up_IH, loader, columns, up_from=wanted)
+        projections = Projections(gate_IH, weights.up_IH, loader, columns, up_from=wanted, added=added)
         for rows in row_spans(len(x), loader, None, hidden, inner):
             x_RH, part = projections.operand(x.take(rows), rows), (rows.part, columns.part)
             sums = loader.scratch.get("gate_out", (rows.size, columns.length), loader.compute.operand)
