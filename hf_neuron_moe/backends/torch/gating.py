@@ -154,9 +154,13 @@ class Activation(NamedTuple):
     """Returns a new tensor; differentiable."""
     grad_: InPlace
     """Overwrites its argument with the derivative at it."""
+    in_place: InPlace | None = None
+    """Overwrites its argument with the value, where there is a faster way than a copy of `value`."""
 
     def value_(self, x: Tensor) -> Tensor:
         """Replace `x` by its activation and return it."""
+        if self.in_place is not None:
+            return self.in_place(x)
         return F.silu(x, inplace=True) if self.value is F.silu else x.copy_(self.value(x))
 
 
@@ -175,7 +179,16 @@ ACTIVATIONS = {
 def _swish(alpha: float) -> Activation:
     if alpha == 1:
         return ACTIVATIONS["silu"]
-    return Activation(lambda x: x * torch.sigmoid(x * alpha), lambda x: _logistic_grad_(x.mul_(alpha), x.clone()))
+
+    def grad_(x: Tensor) -> Tensor:
+        one = torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
+        result: Tensor = torch.ops.aten.silu_backward.grad_input(one, x.mul_(alpha), grad_input=x)
+        return result
+
+    # silu(alpha x) / alpha, by torch's own passes over SiLU and its derivative.
+    return Activation(
+        lambda x: x * torch.sigmoid(x * alpha), grad_, lambda x: F.silu(x.mul_(alpha), inplace=True).div_(alpha)
+    )
 
 
 def _softcapped_silu(cap: float) -> Activation:
