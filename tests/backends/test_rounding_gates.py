@@ -38,7 +38,8 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def dense_operands(tokens: int, hidden: int, inner: int, *, biased: bool) -> tuple[list[Tensor], Tensor]:
     """x, gate, up and down, biases of these three, and the output's gradient."""
     g = torch.Generator().manual_seed(tokens)
-    x, dout = draw(g, tokens, hidden), draw(g, tokens, hidden)
+    # Beside biases products are small, so that what is lost of a bias shows.
+    x, dout = draw(g, tokens, hidden, scale=2.0**-5 if biased else 1.0), draw(g, tokens, hidden)
     weights = [draw(g, *shape, scale=shape[1] ** -0.5) for shape in ((inner, hidden), (inner, hidden), (hidden, inner))]
     biases = [draw(g, size, binades=2) for size in (inner, inner, hidden)] if biased else []
     return [x, *weights, *biases], dout
