@@ -17,19 +17,7 @@ EQUAL, PASS, CLOSE, FAIL, ERROR, NOT_RUN = "equal", "pass", "close", "fail", "er
 
 SHAPE, MISSING, NOT_FINITE, NOT_WRITTEN = "shape", "missing", "not finite", "not written"
 LAST_ROW, PART, SCALED, NOISE, OTHER = "last row", "part", "scaled", "noise", "other function"
-"""What can be wrong with a result: the values of :attr:`TensorResult.fault`."""
-
-CAUSES = {
-    SHAPE: "the installed nkilib returns another form than its documents say",
-    MISSING: "the kernel returns no such gradient",
-    NOT_FINITE: "memory that a kernel did not write, or scales read in another layout",
-    NOT_WRITTEN: "the kernel did not write its output, or it was not returned",
-    LAST_ROW: "moe_cte documents T+1 rows and blockwise_mm_bwd T: so it looks if a kernel counts them otherwise",
-    PART: "blocks of tokens or experts that were dropped, or written elsewhere",
-    SCALED: "a factor that is applied twice, or not at all",
-    OTHER: "another layout of weights or scales than documented",
-}
-"""By fault, what it looks like."""
+"""What can be wrong with a result: the values of :attr:`TensorResult.fault`; verdicts.toml says what they look like."""
 
 _CHUNK = 1 << 24
 """Values looked at together: gradients of large experts have a thousand million."""

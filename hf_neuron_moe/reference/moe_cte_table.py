@@ -23,7 +23,13 @@ from hf_neuron_moe.checks import Rule, check_rules, check_shape
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.moe_cte import MoEForward, forward
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
-from hf_neuron_moe.reference.moe_types import MoECTESpec, ShardOnBlockConfig, ShardOnIConfig, bound
+from hf_neuron_moe.reference.moe_types import (
+    MoECTEImplementation,
+    MoECTESpec,
+    ShardOnBlockConfig,
+    ShardOnIConfig,
+    bound,
+)
 from hf_neuron_moe.reference.specification import family
 
 _CONFIGS = (ShardOnBlockConfig, ShardOnIConfig)
@@ -103,7 +109,9 @@ def _run(kernel: Kernel, given: dict[str, Any]) -> MoEForward:
         buffers = {name: given.pop(name) for name in _BUFFERS}
         given["checkpoint_activation"] = any(buffer is not None for buffer in buffers.values())
     on_block, on_i = ({name: given.pop(name) for name in _OPTIONS[kind] if name in given} for kind in _CONFIGS)
-    spec = MoECTESpec(kernel.implementation, ShardOnBlockConfig(**on_block), ShardOnIConfig(**on_i))
+    spec = MoECTESpec(
+        MoECTEImplementation[kernel.implementation], ShardOnBlockConfig(**on_block), ShardOnIConfig(**on_i)
+    )
     result = forward(Arguments(spec=spec, **given), shard_hidden=kernel.writes)
     for name, buffer in buffers.items():
         if buffer is not None:
