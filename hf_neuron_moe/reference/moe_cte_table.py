@@ -109,9 +109,8 @@ def _run(kernel: Kernel, given: dict[str, Any]) -> MoEForward:
         buffers = {name: given.pop(name) for name in _BUFFERS}
         given["checkpoint_activation"] = any(buffer is not None for buffer in buffers.values())
     on_block, on_i = ({name: given.pop(name) for name in _OPTIONS[kind] if name in given} for kind in _CONFIGS)
-    spec = MoECTESpec(
-        MoECTEImplementation[kernel.implementation], ShardOnBlockConfig(**on_block), ShardOnIConfig(**on_i)
-    )
+    kind = MoECTEImplementation[kernel.implementation]
+    spec = MoECTESpec(kind, ShardOnBlockConfig(**on_block), ShardOnIConfig(**on_i))
     result = forward(Arguments(spec=spec, **given), shard_hidden=kernel.writes)
     for name, buffer in buffers.items():
         if buffer is not None:
