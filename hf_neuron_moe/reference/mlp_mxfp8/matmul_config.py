@@ -18,6 +18,7 @@ from hf_neuron_moe.errors import ConfigError, not_one_of, public
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.reference.launch_record import check_positive_int
 from hf_neuron_moe.reference.mlp_mxfp8.on_chip import check_fits
+from hf_neuron_moe.reference.specification import family
 
 TILE_M = 128  # rows of a tile: the tensor engine's partitions
 TILE_K = 512  # contraction elements of one MX matmul instruction
@@ -226,20 +227,13 @@ class MlpBwdConfig(_TileCounts):
     recompute: Sizes = (8, 1, 8)
 
 
-_FORWARD = {
-    (4096, 4096, 12288): MlpFwdConfig((8, 2, 8), (8, 4, 8)),
-    (4096, 4096, 6144): MlpFwdConfig((8, 2, 8), (8, 4, 4)),
-    (4096, 4096, 3072): MlpFwdConfig((8, 2, 8), (8, 8, 2)),
-    (4096, 4096, 1536): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
-    (4096, 5120, 6400): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
-    (4096, 5120, 3200): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
-}
-_BACKWARD = {
-    (4096, 4096, 12288): MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8)),
-    (4096, 4096, 6144): MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8)),
-    (4096, 4096, 3072): MlpBwdConfig((8, 3, 8), (8, 4, 3), (4, 2, 8), (8, 3, 8), (8, 3, 8)),
-    (4096, 4096, 1536): MlpBwdConfig((8, 3, 8), (8, 8, 2), (2, 4, 8), (8, 3, 8), (8, 3, 8)),
-}
+def _recorded(name: str) -> dict[Sizes, dict[str, Sizes]]:
+    """Return the tile counts of a family that upstream recorded, by S, H and I and by the name of the matmul."""
+    rows = [{key: tuple(value) for key, value in row.items()} for row in family(name)["recorded_tiles"]]
+    return {row.pop("shape"): row for row in rows}
+
+
+_FORWARD, _BACKWARD = _recorded("mlp_forward"), _recorded("mlp_backward")
 
 
 @public
@@ -250,7 +244,7 @@ def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_si
     """
     _check_shape(seq_len, hidden_size, intermediate_size, lnc)
     if recorded := _FORWARD.get((seq_len, hidden_size, intermediate_size)):
-        return recorded
+        return MlpFwdConfig(**recorded)
     rows = seq_len // lnc
     m = _largest_divisor(_tiles(rows, min(TILE_M, rows)), (16, 8, 4, 2, 1))
     return MlpFwdConfig((m, _tiles(intermediate_size, TILE_N), 1), (m, _tiles(hidden_size, TILE_N), 1))
@@ -266,7 +260,7 @@ def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_s
     S, H, inner = problem = seq_len, hidden_size, intermediate_size
     sizes, recorded, chosen = product_sizes(problem, lnc), _BACKWARD.get(problem), {}
     sizes["phase3"] = (inner // lnc, S, H)  # as upstream sizes it, although a core has I of the 2I there
-    for name, (m, n, k) in vars(recorded or MlpBwdConfig()).items():
+    for name, (m, n, k) in (recorded or vars(MlpBwdConfig())).items():
         rows, contraction, columns = sizes[name]
         if recorded:
             k = _largest_divisor(_tiles(contraction, TILE_K), range(k, 0, -1))
