@@ -27,8 +27,8 @@ from torch import Tensor
 from hf_neuron_moe import kernels
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import counted_config, counted_configs
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import check_buffer, check_descriptor
-from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config, counted_configs
 from hf_neuron_moe.reference.moe_types import ShardOption229 as ShardOption, bound
 from hf_neuron_moe.reference.specification import signatures
 

@@ -16,7 +16,7 @@ from hf_neuron_moe.checks import check_multiple, check_same_device
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor, check_raw_axis
 from hf_neuron_moe.reference.mlp_mxfp8.backward import MLPBackward, run_backward
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import get_backward_config_for_shape
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import counted_configs, get_backward_config_for_shape
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
     KernelCall,
@@ -24,7 +24,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     check_logical,
     check_no_mix_at_384,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_configs
 from hf_neuron_moe.reference.specification import multiples
 
 _MULTIPLES = multiples("mlp_backward")
