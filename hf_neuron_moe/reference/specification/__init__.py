@@ -87,6 +87,12 @@ def family(name: str) -> dict[str, Any]:
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
+def described_function(name: str, function: str) -> dict[str, Any]:
+    """Return the row of one function of a family."""
+    found: dict[str, Any] = next(row for row in family(name)["function"] if row["name"] == function)
+    return found
+
+
 def dtype_name(value: object) -> str:
     """Return the name of a dtype, or of a tensor's, without ``torch.``."""
     return str(getattr(value, "dtype", value)).removeprefix("torch.")
