@@ -32,7 +32,7 @@ _OPTIONS = {
 } | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
 """What a user of the command typed for the library's arguments, which its errors begin with."""
 
-_DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash")
+_DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash", "yaml")
 """Modules of what the package depends on; ``pip install --no-deps`` leaves them out."""
 
 
