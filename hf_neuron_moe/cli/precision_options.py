@@ -26,15 +26,15 @@ def precision_asked(
     """Return the value of the option ``precision`` that these options of a command ask for; "bf16" without any."""
     if recipe is not None and precision is not None:
         fix = f'Remove it: the recipe\'s "{DEFAULT_GLOB}" is the precision of the other blocks.'
-        raise ConfigError.about("--precision", "left out with --recipe", precision, fix)
+        raise ConfigError.about("precision", "left out with --recipe", precision, fix)
     asked = {DEFAULT_GLOB: precision or "bf16"} if recipe is None else read_recipe(recipe)
     if keep_bf16 and set(asked.values()) == {"bf16"}:
         fix = "Remove it, or choose --precision mxfp8 for the other blocks."
-        raise ConfigError.about("--keep-bf16", "left out of a conversion to bf16", " and ".join(keep_bf16), fix)
+        raise ConfigError.about("keep_bf16", "left out of a conversion to bf16", " and ".join(keep_bf16), fix)
     for glob in keep_bf16 or ():
         if asked.get(glob, "bf16") != "bf16":
             got = f"{glob!r}, which --precision or the recipe gives {asked[glob]!r}"
-            raise ConfigError.about("--keep-bf16", "a glob that nothing gives another precision", got, "Remove one.")
+            raise ConfigError.about("keep_bf16", "a glob that nothing gives another precision", got, "Remove one.")
     asked |= dict.fromkeys(keep_bf16 or (), "bf16")
     return asked if recipe is not None or keep_bf16 else str(asked[DEFAULT_GLOB])
 
@@ -51,7 +51,7 @@ def read_recipe(path: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         expected = f'a YAML or JSON file such as {{"{DEFAULT_GLOB}": "mxfp8", "model.layers.0.*": "bf16"}}'
         got = f"{path} ({type(error).__name__}: {' '.join(str(error).split())})"
-        raise ConfigError.about("--recipe", expected, got, "Put globs into quotes, and each of them once.") from error
+        raise ConfigError.about("recipe", expected, got, "Put globs into quotes, and each of them once.") from error
     return dict(pairs)
 
 
