@@ -72,6 +72,33 @@ def test_both_together_in_parts_and_in_a_dry_run(run: Any, two_layers: Path, tmp
     assert again.code != 0 and "(precision mxfp8, *.0.mlp: bf16, model.layers.0.*: bf16, layout kernel)" in again.err
 
 
+def test_plan_and_estimate_take_a_recipe(run: Any, two_layers: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(MAP))
+    planned = json.loads(run("plan", two_layers, "--recipe", recipe, "--json").out)
+    assert [entry["precision"] for entry in planned["entries"]] == ["bf16", "mxfp8"]
+    words = ("estimate", two_layers, "--tokens", 256, "--activations", "full", "--device", "trn3")
+    saved = {}
+    for kind, more in {"mixed": ("--recipe", recipe), "bf16": (), "mxfp8": ("--precision", "mxfp8")}.items():
+        found = json.loads(run(*words, *more, "--json").out)
+        saved[kind] = found["policies"][0]["saved_blocks"]
+        if kind == "mixed":
+            assert found["precision"] == found["roofline"]["precision"] == MAP
+            assert {block["names"][0]: block["precision"] for block in found["roofline"]["blocks"]} == {
+                "model.layers.0.mlp": "bf16",
+                "model.layers.1.mlp": "mxfp8",
+            }
+    assert saved["bf16"] < saved["mxfp8"] and 2 * saved["mixed"] == saved["bf16"] + saved["mxfp8"]
+    shown = run(*words, "--recipe", recipe).out
+    assert "blocks in mxfp8, model.layers.0.*: bf16" in shown and "1 x mlp (128, 128) in bf16" in shown
+    recipe.write_text('{"*": "bf16", "*.4.*": "mxfp8"}')
+    for command in (words, ("plan", two_layers)):
+        refused = run(*command, "--recipe", recipe)
+        assert refused.code == 2 and "--precision must be globs that match" in refused.err
+    both = run("plan", two_layers, "--recipe", recipe, "--precision", "bf16")
+    assert (both.code, both.err.split(",")[0]) == (2, "plan: --precision must be left out with --recipe")
+
+
 @pytest.mark.parametrize(
     ("words", "recipe", "says"),
     [
