@@ -17,7 +17,7 @@ from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.device_verification import load_for_verification
 from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
-from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, roofline
+from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, precisions_by_blocks, roofline
 from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, Floor
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
@@ -178,6 +178,32 @@ def test_policies_are_resolved_block_by_block():
     assert counts == {"gate_pre+up": {"full": 3}, "minimal": {"mixed": 2}, "recompute": {"mixed": 1}}
     seconds = {part.keep: part.floor.seconds for part in line.groups if part.floor}
     assert line.seconds["mixed"] == pytest.approx(2 * seconds["minimal"] + seconds["recompute"])
+    assert not any(hasattr(module, "neuron_keep") for module in model.modules()), "unpatched again"
+
+
+def test_blocks_of_several_precisions_are_counted_by_their_own():
+    with torch.device("meta"):
+        model = tiny_model("llama", num_hidden_layers=3, hidden_size=512, intermediate_size=512)
+    model.model.layers[2].mlp = model.model.layers[1].mlp  # matched by its second name
+    config = NeuronMoEConfig(precision={"*": "bf16", "model.layers.2.*": "mxfp8"})
+    own = precisions_by_blocks(model, config)
+    assert own == {"model.layers.0.mlp": "bf16", "model.layers.1.mlp": "mxfp8"}
+    groups, step, kept = block_groups(model), Step(512), {"policy": kept_by_blocks(model, config)}
+    line = roofline(groups, "trn3", config.precision, step, kept, own)
+    assert {part.precision: part.group.names for part in line.groups} == {
+        "mxfp8": ("model.layers.1.mlp",),
+        "bf16": ("model.layers.0.mlp",),
+    }
+    by_precision = {part.precision: part for part in line.groups}
+    for precision, part in by_precision.items():
+        (alone,) = roofline(groups, "trn3", precision, step, kept).groups
+        assert (part.reason, part.floor, part.flops) == (alone.reason, alone.floor, alone.flops)
+    assert line.seconds == {"policy": sum(part.floor.seconds for part in by_precision.values() if not part.reason)}
+    by_name = roofline(groups, "trn3", NeuronMoEConfig(precision={"*": "mxfp8", "*.1.*": "bf16"}).precision, step)
+    assert {part.group.names[0]: part.precision for part in by_name.groups} == {
+        "model.layers.0.mlp": "mxfp8",
+        "model.layers.1.mlp": "bf16",
+    }
     assert not any(hasattr(module, "neuron_keep") for module in model.modules()), "unpatched again"
 
 
