@@ -13,40 +13,32 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends.base import Backend
-from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, read_experts
+from hf_neuron_moe.modules.gate_source import UnknownForm
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
-from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
-from hf_neuron_moe.modules.structure import act_of, unsupported_reason_swiglu_experts
-
-
-def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:
-    """Return the kernel layout's parameters ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``."""
-    return tuple(WeightRule(name, (name,), transposed=not is_transposed) for name in ("gate_up_proj", "down_proj"))
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
 
 
 class NeuronExperts(NeuronBlock):
-    """SwiGLU experts computed by the operator, their weights in the original 3-D parameters."""
-
-    is_transposed: bool
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
+    """Experts computed by the operator, their weights in the original parameters."""
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__(original, name, config)
-        self._remember_activation("act_fn")
+        self.neuron_form = read_experts(original)
+        self._remember_activation(self.neuron_form.activation, self.neuron_form.gate)
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        config, (K, E) = self.neuron_config, (self.neuron_top_k or 0, len(self.down_proj))
-        sizes = (*_sizes(self), K, config.backend)
-        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size)
+        config, (E, H, I) = self.neuron_config, self.neuron_form.sizes(self)  # noqa: E741
+        sizes, gate = (H, I, self.neuron_top_k or 0, config.backend), self.neuron_form.gate
+        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=gate)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -54,45 +46,55 @@ class NeuronExperts(NeuronBlock):
         `hidden_states` are ``[T, H]``, as is the result; `top_k_index` and `top_k_weights` ``[T, K]``. Ids of E and
         above belong to another rank and add nothing.
         """
-        self._check_activation("act_fn")
-        config, axis = self.neuron_config, 2 if self.is_transposed else 1
-        check_hidden_states(hidden_states, self.down_proj, axis, self.neuron_name)
+        form = self.neuron_form
+        self._check_activation(form.activation)
+        check_constants(self, form, self.neuron_name)
+        down: Any = self.down_proj
+        check_hidden_states(hidden_states, down, 2 if form.transposed else 1, self.neuron_name)
         inputs, backend = (hidden_states, top_k_index, top_k_weights), self._call_backend(hidden_states.shape[0])
-        return _compute(self, inputs, config, backend, self.neuron_keep, self.neuron_gate)
+        return compute_experts(self, inputs, form, self.neuron_config, backend, self.neuron_keep)
 
 
-def _compute(
-    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str, gate: Gate
+def compute_experts(
+    module: Any,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    form: ExpertsForm,
+    config: NeuronMoEConfig,
+    backend: str,
+    keep: str,
 ) -> Tensor:
+    """Return the weighted sum of each token's experts; `inputs` are those of :meth:`NeuronExperts.forward`."""
+    gate_up_bias = down_bias = None
+    if form.biased:
+        gate_up_bias, down_bias = getattr(module, f"{form.gate_up}_bias"), module.down_proj_bias
+        if form.bias_interleaved and not form.interleaved:
+            gate_up_bias = halves_together(gate_up_bias)
     return ops.experts(
         *inputs,
-        module.gate_up_proj,
+        getattr(module, form.gate_up),
         module.down_proj,
-        transposed=module.is_transposed,
+        transposed=form.transposed,
         precision=config.precision,
         block_size=config.block_size,
         backend=backend,
         activations=keep,
         training=module.training,
         cache_weights=caches_weights(module),
-        gate=gate,
+        gate=form.gate,
+        interleaved=form.interleaved,
+        biases=(gate_up_bias, down_bias),
     )
 
 
-def _sizes(module: Any) -> tuple[int, int]:
-    """H and I of an experts module."""
-    shape = module.down_proj.shape
-    return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
-
-
 class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
-    """SwiGLU experts that own ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``, with a stock state_dict."""
+    """Experts that own gate_up ``[E, H, 2I]`` and down ``[E, I, H]``, with a stock state_dict."""
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__(original, name, config)
-        self._own_weights(original, expert_rules(self.is_transposed))
-        # The flag describes the parameters as they are now; peft's target_parameters reads it.
-        self.is_transposed = True
+        self._own_weights(original, self.neuron_form.rules)
+        self.neuron_form = self.neuron_form._replace(transposed=True, interleaved=False)
+        # The flags describe the parameters as they are now; peft's target_parameters reads the first.
+        self.is_transposed = self.is_concatenated = True
 
 
 @public
@@ -134,26 +136,28 @@ class _RegisteredExperts:
         self.warned: set[str] = set()
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        _check_supported(module)
-        config, gate = self.config, Gate(act_of(module.act_fn) or "silu")
+        form, config = _supported_form(module), self.config
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
 
         def support(kernels: Backend) -> Support:
-            shape = BlockShape("experts", *_sizes(module), len(module.down_proj))
-            spec = BlockSpec(config.precision, config.block_size, module.is_transposed, gate)
+            E, H, I = form.sizes(module)  # noqa: E741
+            shape = BlockShape("experts", H, I, E, biased=(form.biased, form.biased))
+            spec = BlockSpec(config.precision, config.block_size, form.transposed, form.gate, form.interleaved)
             return kernels.support(shape, spec, tokens=tokens)
 
         backend = usable_backend(config, hidden_states.device, type(module).__name__, support, self.warned)
-        return _compute(module, (hidden_states, top_k_index, top_k_weights), config, backend, self.keep, gate)
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        return compute_experts(module, inputs, form, config, backend, self.keep)
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made
 @public("experts implementation of hf_neuron_moe")
-def _check_supported(module: nn.Module) -> bool:
-    reason = unsupported_reason_swiglu_experts(module)
-    if reason is not None:
-        got = f"one that the kernels cannot compute: {reason}"
+def _supported_form(module: nn.Module) -> ExpertsForm:
+    try:
+        return read_experts(module)
+    except UnknownForm as answer:
+        got = f"one that the kernels cannot compute: {answer}"
         fix = "Use model.set_experts_implementation('grouped_mm') for this model."
-        raise UnsupportedModelError.about(type(module).__name__, "a plain SwiGLU experts module", got, fix)
-    return True
+        expected = "an experts module whose gate the kernels have"
+        raise UnsupportedModelError.about(type(module).__name__, expected, got, fix) from answer

@@ -112,10 +112,14 @@ def _shape(candidate: Candidate, layout: str) -> BlockShape:
     experts, hidden, inner = candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused before"
     roles = candidate.roles
-    ordered = len(roles.inputs) == 1 if roles is not None else bool(candidate.module.is_transposed)
+    form = candidate.form
+    ordered = len(roles.inputs) == 1 if roles is not None else form is not None and form.ordered
     dtype = getattr(*stock_slot(candidate.module, candidate.rules[0].stock[0])).dtype
     top_k = None if experts is None else candidate.top_k
-    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered or layout == "kernel", dtype)
+    biased = form is not None and form.biased
+    return BlockShape(
+        candidate.kind, hidden, inner, experts, top_k, ordered or layout == "kernel", dtype, (biased, biased)
+    )
 
 
 def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
