@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
+    Gemma4TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
@@ -35,20 +39,67 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 8}),
     "phi3": (Phi3Config, {}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (MixtralConfig, _LOCAL),
     "qwen2_moe": (Qwen2MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": (Qwen3MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "head_dim": 8}),
     "olmoe": (OlmoeConfig, _ROUTED),
+    "gpt_oss": (GptOssConfig, {**_LOCAL, "head_dim": 8, "swiglu_limit": 0.75}),
+    "deepseek_v4": (
+        DeepseekV4Config,
+        {
+            **_LOCAL,
+            "head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "swiglu_limit": 0.5,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 4,
+        },
+    ),
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "nemotron_h": (
+        NemotronHConfig,
+        {
+            "layers_block_type": ["moe", "attention", "moe"],
+            "num_hidden_layers": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 8,
+        },
+    ),
 }
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 FAMILIES = (*DENSE, *MOE)
+OTHER_GATES = ("gpt_oss", "deepseek_v4", "gemma4", "nemotron_h")
+"""Families whose experts have another gate than ``silu(gate) * up``, biases, or another layout."""
 WEIGHT_LAYOUTS = ("stock", "kernel")
 SOME_SLOW_LAYOUTS = ["stock", pytest.param("kernel", marks=pytest.mark.slow)]
 """Both, one of them in the fast run."""
@@ -66,7 +117,7 @@ def tiny_model(family: str, **changes: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "mlp" in name:
+            if "mlp" in name or "experts" in name:
                 param.normal_(std=0.2)
     return model.train()
 
