@@ -59,6 +59,7 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "qk_rope_head_dim": 4,
             "moe_intermediate_size": 24,
             "n_shared_experts": 1,
+            "mlp_layer_types": ["moe", "moe"],
             "swiglu_limit": 0.5,
             "q_lora_rank": 16,
             "o_groups": 2,

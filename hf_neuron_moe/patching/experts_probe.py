@@ -47,7 +47,10 @@ def _difference(
         return [y_TH.detach(), *torch.autograd.grad(y_TH, leaves, dout_TH, materialize_grads=True)]
 
     try:
-        expected = results(eager(shell, *inputs))
+        y_TH = eager(shell, *inputs)
+        if y_TH.shape != dout_TH.shape:
+            return f"on a small example its result has shape {tuple(y_TH.shape)}, not {tuple(dout_TH.shape)}"
+        expected = results(y_TH)
     except OWN_FAILURES as error:
         return f"its forward does not run on a small example: {type(error).__name__}: {error}"
     actual = results(compute_experts(shell, inputs, form, _CONFIG, "torch", "minimal"))
@@ -55,7 +58,9 @@ def _difference(
         deviation = ((theirs - mine).abs().max() / theirs.abs().max()).item()
         if not deviation <= TOLERANCE:
             what = "its result" if place == 0 else "a gradient"
-            return f"on a small example {what} differs from the gate that was read by {deviation:.1%} of the largest"
+            return (
+                f"on a small example {what} differs from the gate of its source by {deviation:.1%} of the largest value"
+            )
     return None
 
 
