@@ -16,17 +16,18 @@ from hf_neuron_moe.backends.base import Backend
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
-from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, read_experts
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SORTED, STACKED
+from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_source import UnknownForm
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
 
 
-class NeuronExperts(NeuronBlock):
+class ExpertsBlock(NeuronBlock):
     """Experts computed by the operator, their weights in the original parameters."""
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
@@ -40,50 +41,96 @@ class NeuronExperts(NeuronBlock):
         sizes, gate = (H, I, self.neuron_top_k or 0, config.backend), self.neuron_form.gate
         return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=gate)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
-
-        `hidden_states` are ``[T, H]``, as is the result; `top_k_index` and `top_k_weights` ``[T, K]``. Ids of E and
-        above belong to another rank and add nothing.
-        """
+    def _run(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        """Check what may have changed since patching, and compute."""
         form = self.neuron_form
         self._check_activation(form.activation)
         check_constants(self, form, self.neuron_name)
-        down: Any = self.down_proj
-        check_hidden_states(hidden_states, down, 2 if form.transposed else 1, self.neuron_name)
-        inputs, backend = (hidden_states, top_k_index, top_k_weights), self._call_backend(hidden_states.shape[0])
-        return compute_experts(self, inputs, form, self.neuron_config, backend, self.neuron_keep)
+        axis = 2 if form.transposed else 1
+        check_hidden_states(hidden_states, parameter_of(self, form.down), axis, self.neuron_name)
+        backend = self._call_backend(hidden_states.shape[:-1].numel())
+        return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
+
+
+class NeuronExperts(ExpertsBlock):
+    """Experts that get hidden states, ids and weights."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        `hidden_states` are ``[T, H]``, as is the result, or ``[B, S, H]`` where the original takes those;
+        `top_k_index` and `top_k_weights` ``[T, K]``. Ids of E and above belong to another rank and add nothing.
+        """
+        return self._run(hidden_states, top_k_index, top_k_weights)
+
+
+class SelfRoutedExperts(ExpertsBlock):
+    """Experts that get hidden states only: with a router of their own, or sorted by expert."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return what the original's call does, in the shape of `hidden_states` ``[..., H]``."""
+        return self._run(hidden_states)
 
 
 def compute_experts(
     module: Any,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, ...],
     form: ExpertsForm,
     config: NeuronMoEConfig,
     backend: str,
     keep: str,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts; `inputs` are those of :meth:`NeuronExperts.forward`."""
-    gate_up_bias = down_bias = None
-    if form.biased:
-        gate_up_bias, down_bias = getattr(module, f"{form.gate_up}_bias"), module.down_proj_bias
-        if form.bias_interleaved and not form.interleaved:
-            gate_up_bias = halves_together(gate_up_bias)
-    return ops.experts(
-        *inputs,
-        getattr(module, form.gate_up),
-        module.down_proj,
-        transposed=form.transposed,
-        precision=config.precision,
-        block_size=config.block_size,
-        backend=backend,
-        activations=keep,
-        training=module.training,
-        cache_weights=caches_weights(module),
-        gate=form.gate,
-        interleaved=form.interleaved,
-        biases=(gate_up_bias, down_bias),
-    )
+    """Return what a module of this `form` computes of `inputs`, the arguments of its call."""
+    gate_up, down, *biases = (parameter_of(module, name) for name in _operands(form))
+    if form.call == STACKED:
+        gate_up, down = _of_stacked(module, form)
+    if form.call == IDENTITY:
+        gate_up = gate_up[: len(down)]  # experts that return their input have rows too, which nothing reads
+    if form.biased and form.bias_interleaved and not form.interleaved:
+        biases[0] = halves_together(biases[0])
+
+    def operator(x_TH: Tensor, ids_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        return ops.experts(
+            x_TH,
+            ids_TK,
+            weight_TK,
+            gate_up,
+            down,
+            transposed=form.transposed,
+            precision=config.precision,
+            block_size=config.block_size,
+            backend=backend,
+            activations=keep,
+            training=module.training,
+            cache_weights=caches_weights(module),
+            gate=form.gate,
+            interleaved=form.interleaved,
+            biases=(biases[0], biases[1]) if form.biased else (None, None),
+        )
+
+    if form.call == STACKED:
+        return experts_calls.stacked(operator, *inputs)
+    if form.call == IDENTITY:
+        return experts_calls.identity(operator, len(down), *inputs)
+    if form.call == BY_EXPERT:
+        return experts_calls.by_expert(operator, len(down), *inputs)
+    if form.call == SORTED:
+        return experts_calls.in_expert_order(operator, module.router, module.bias, len(down), *inputs)
+    norm = None if form.post_norm is None else getattr(module, form.post_norm)
+    return experts_calls.routed(operator, norm, *inputs)
+
+
+def _operands(form: ExpertsForm) -> tuple[str, ...]:
+    """Names of gate_up, down and their biases."""
+    biases = (f"{form.gate_up}_bias", f"{form.down}_bias") if form.biased else ()
+    return (form.gate_up, form.down, *biases)
+
+
+def _of_stacked(module: nn.Module, form: ExpertsForm) -> tuple[Tensor, Tensor]:
+    """Return gate_up ``[E, 2I, H]``, a copy, and down ``[E, H, I]`` of weights ``[E I, H]``."""
+    E, H, I = form.sizes(module)  # noqa: E741
+    gate, up, down = (parameter_of(module, name).view(E, I, H) for name in form.parameters)
+    return torch.cat([gate, up], dim=1), down.transpose(1, 2)
 
 
 class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):

@@ -8,6 +8,7 @@ that transformers calls for it.
 from __future__ import annotations
 
 from functools import cache
+from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SORTED, STACKED, known_call
 from hf_neuron_moe.modules.gate_source import GateSource, UnknownForm, read_gate
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
@@ -31,11 +33,15 @@ class ExpertsForm(NamedTuple):
     activation: str | None  # attribute that is called as the activation
     constants: tuple[tuple[str, Any], ...]  # attributes that the gate depends on, with their values
     post_norm: str | None = None  # child that each expert's output goes through before it is weighted
+    call: str = ROUTED  # a row of the table in ``experts_calls``
+    inputs: tuple[str, ...] = ("gate_up_proj",)  # parameters of gate and up, or of up alone
+    down: str = "down_proj"
+    experts: str = ""  # attribute that says E, where the parameters' first axis does not
 
     @property
     def gate_up(self) -> str:
         """Name of the first projection's parameter: gate and up, or up alone."""
-        return "gate_up_proj" if self.gate.gated else "up_proj"
+        return self.inputs[0]
 
     @property
     def ordered(self) -> bool:
@@ -45,13 +51,19 @@ class ExpertsForm(NamedTuple):
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters, in the order in which classes define them."""
-        names = (self.gate_up, f"{self.gate_up}_bias", "down_proj", "down_proj_bias")
-        return names if self.biased else names[::2]
+        if not self.biased:
+            return (*self.inputs, self.down)
+        return (self.gate_up, f"{self.gate_up}_bias", self.down, f"{self.down}_bias")
+
+    @property
+    def stock_only(self) -> str | None:
+        """Why the parameters cannot have the kernel layout; None where they can."""
+        return "its weights are parameters of its children" if self.call in (STACKED, SORTED) else None
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
         """The kernel layout: gate_up ``[E, H, 2I]`` with gate's columns first, down ``[E, I, H]``; biases stay."""
-        weights = {self.gate_up: self.interleaved, "down_proj": False}
+        weights = {self.gate_up: self.interleaved, self.down: False}
         return tuple(
             WeightRule(name, (name,), not self.transposed and name in weights, weights.get(name, False))
             for name in self.parameters
@@ -59,8 +71,18 @@ class ExpertsForm(NamedTuple):
 
     def sizes(self, module: nn.Module) -> tuple[int, int, int]:
         """Return E, H and I of a module of this form."""
-        E, first, second = module.get_parameter("down_proj").shape
+        shape = parameter_of(module, self.down).shape
+        if self.call == STACKED:
+            count: int = getattr(module, self.experts)
+            return count, shape[1], shape[0] // count
+        E, first, second = shape
         return (E, second, first) if self.transposed else (E, first, second)
+
+
+def parameter_of(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter by its path, with what an adapter or a parametrization makes of it."""
+    found: Tensor = attrgetter(name)(module)
+    return found
 
 
 def is_decorated_experts(module: nn.Module) -> bool:
@@ -84,44 +106,92 @@ def _dispatching_forward() -> CodeType:
 def read_experts(module: nn.Module) -> ExpertsForm:
     """Return the form of `module`; raise :class:`UnknownForm` where the operator cannot compute it."""
     if not is_decorated_experts(module):
-        raise UnknownForm("its class is not decorated with transformers' use_experts_implementation")
+        return _read_undecorated(module)
     if module.__dict__.get("_is_hooked") and "forward" in module.__dict__:
         raise UnknownForm("transformers' tensor or expert parallelism wraps its forward, which is not supported")
     if type(module).forward.__code__ is not _dispatching_forward() or "forward" in module.__dict__:
         raise UnknownForm("its forward is not the one that use_experts_implementation installs")
     flags = module.__dict__
-    source = _gate_source(module)
+    source = _gate_source(module) if flags["has_gate"] else _gate_of_child(module, "act_fn", gated=False)
     if source.interleaved is flags["is_concatenated"] and source.gate.gated:
         raise UnknownForm(f"is_concatenated={flags['is_concatenated']}, but its gate reads the columns otherwise")
-    form = ExpertsForm(
-        source.gate,
-        bool(flags["is_transposed"]),
-        source.interleaved,
-        bool(flags["has_bias"]),
-        source.interleaved,
-        source.activation,
-        source.constants,
-        _post_norm(module),
+    form = _form(source, transposed=bool(flags["is_transposed"]))._replace(
+        biased=bool(flags["has_bias"]), post_norm=_post_norm(module)
     )
-    check_shapes(module, form)
+    _check_shapes(module, form)
     return form
 
 
+def _form(source: GateSource, *, transposed: bool = False, call: str = ROUTED) -> ExpertsForm:
+    alternates = source.interleaved
+    names = ("gate_up_proj",) if source.gate.gated else ("up_proj",)
+    return ExpertsForm(
+        source.gate,
+        transposed,
+        alternates,
+        biased=False,
+        bias_interleaved=alternates,
+        activation=source.activation,
+        constants=source.constants,
+        call=call,
+        inputs=names,
+    )
+
+
+def _read_undecorated(module: Any) -> ExpertsForm:
+    call = known_call(module)
+    if call is None:
+        raise UnknownForm(
+            "its class is not decorated with transformers' use_experts_implementation, and its forward is not one of "
+            "those that are known without"
+        )
+    if call == ROUTED:
+        form = _form(_gate_source(module))
+    elif call == STACKED:
+        source = _gate_of_child(module, "mlp.activation_fn")
+        constants = tuple((name, getattr(module, name)) for name in ("num_experts", "ffn_hidden_size", "hidden_size"))
+        form = _form(source._replace(constants=constants), call=call)
+        form = form._replace(inputs=("mlp.w1", "mlp.v1"), down="mlp.w2", experts="num_experts")
+    elif call == SORTED:
+        form = _form(_gate_of_child(module, "activation"), call=call)
+        form = form._replace(inputs=("input_linear.weight",), down="output_linear.weight")
+    elif call == IDENTITY:
+        constants = (("num_routed_experts", module.num_routed_experts), ("identity_expert", nn.Identity))
+        form = _form(_gate_of_child(module, "act_fn")._replace(constants=constants), call=call)
+        check_constants(module, form, "")
+    else:
+        form = _form(_gate_of_child(module, "act_fn"), transposed=True, call=call)
+    if any(has_call_hooks(child) or "forward" in child.__dict__ for child in _replaced_children(module, form)):
+        raise UnknownForm("one of its children has hooks or a forward of its own, which the operator would not call")
+    _check_shapes(module, form)
+    return form
+
+
+def _replaced_children(module: nn.Module, form: ExpertsForm) -> list[nn.Module]:
+    """Children whose forward the operator stands in for."""
+    names = {name.rpartition(".")[0] for name in form.parameters} - {""}
+    return [module.get_submodule(name) for name in names]
+
+
 def _gate_source(module: nn.Module) -> GateSource:
-    if module.__dict__["has_gate"]:
-        if "_apply_gate" in module.__dict__:
-            raise UnknownForm("its _apply_gate is overridden on the instance")
-        kind: Any = type(module)
-        return read_gate(module, kind._apply_gate)
-    activation = getattr(module, "act_fn", None)
+    if "_apply_gate" in module.__dict__:
+        raise UnknownForm("its _apply_gate is overridden on the instance")
+    kind: Any = type(module)
+    return read_gate(module, kind._apply_gate)
+
+
+def _gate_of_child(module: nn.Module, path: str, *, gated: bool = True) -> GateSource:
+    """The gate of a forward that has one activation, ``act(gate) * up`` or ``act(up)``."""
+    owner, _, name = path.rpartition(".")
+    activation = getattr(module.get_submodule(owner), name, None)
     gate = gate_of(activation)
     if gate is None:
         raise UnknownForm(
             f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
         )
     if isinstance(activation, nn.Module) and has_call_hooks(activation):
-        raise UnknownForm("its act_fn has hooks, which the operator would not call")
-    return GateSource(gate._replace(gated=False), False, "act_fn", ())
+        raise UnknownForm(f"its {name} has hooks, which the operator would not call")
+    return GateSource(gate._replace(gated=gated), False, path, ())
 
 
 def _post_norm(module: nn.Module) -> str | None:
@@ -132,20 +202,33 @@ def _post_norm(module: nn.Module) -> str | None:
     return "post_expert_norm"
 
 
-def check_shapes(module: nn.Module, form: ExpertsForm) -> None:
+def _check_shapes(module: nn.Module, form: ExpertsForm) -> None:
     """Raise :class:`UnknownForm` where the parameters of `module` are not those of `form`."""
-    found: dict[str, Any] = {name: getattr(module, name, None) for name in form.parameters}
-    missing = [name for name, param in found.items() if not isinstance(param, Tensor)]
-    weights = [found[name] for name in (form.gate_up, "down_proj")]
-    if missing or any(weight is not None and weight.dim() != 3 for weight in weights):
-        raise UnknownForm(f"it has no 3-D parameters {form.gate_up} and down_proj, or no biases for them")
+    found: dict[str, Any] = {name: _found(module, name) for name in form.parameters}
+    weights = [found[name] for name in (*form.inputs, form.down)]
+    axes = 2 if form.call == STACKED else 3
+    if any(param is None for param in found.values()) or any(weight.dim() != axes for weight in weights):
+        raise UnknownForm(f"it has no {axes}-D parameters {' and '.join((*form.inputs, form.down))}, or no biases")
     E, H, I = form.sizes(module)  # noqa: E741
     columns = 2 * I if form.gate.gated else I
-    expected: dict[str, tuple[int, ...]] = {form.gate_up: (E, H, columns) if form.transposed else (E, columns, H)}
-    expected |= {f"{form.gate_up}_bias": (E, columns), "down_proj_bias": (E, H)} if form.biased else {}
+    count = getattr(module, "total_experts", E) if form.call == IDENTITY else E
+    if form.call == STACKED:
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(form.parameters, (E * I, H))
+    else:
+        expected = {form.gate_up: (count, H, columns) if form.transposed else (count, columns, H)}
+    if form.biased:
+        expected |= {f"{form.gate_up}_bias": (E, columns), f"{form.down}_bias": (E, H)}
     if any(found[name].shape != shape for name, shape in expected.items()):
         shapes = ", ".join(f"{name} {tuple(param.shape)}" for name, param in found.items())
         raise UnknownForm(f"its parameters do not fit together: {shapes}")
+
+
+def _found(module: nn.Module, name: str) -> Tensor | None:
+    try:
+        found = parameter_of(module, name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.experts_calls import known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts
 from hf_neuron_moe.modules.gate_source import UnknownForm
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
@@ -95,6 +96,9 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
     top_ks = _top_ks(model, {key for key, (kind, _) in found.items() if kind == EXPERTS})
     listed = _listed(model, {key for key, (kind, _) in found.items() if kind == MLP})
     judged = {key: _judge(names[key], kind, module) for key, (kind, module) in found.items()}
+    whole = (each.module for each in judged.values() if each.kind == EXPERTS and each.reason is None)
+    parts = {id(part) for module in whole for child in module.children() for part in child.modules()}
+    judged = {key: each for key, each in judged.items() if key not in parts}
     return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
 
 
@@ -131,6 +135,8 @@ def _kind(module: nn.Module) -> str | None:
     stacked = any(param.dim() == 3 for param in module._parameters.values() if param is not None)
     if is_decorated_experts(module) or (stacked and (named or class_name.endswith(_EXPERTS_SUFFIX))):
         return EXPERTS
+    if module._modules and known_call(module) is not None:
+        return EXPERTS
     return MLP if named or (class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2) else None
 
 
@@ -152,7 +158,8 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
     A fused gate and up projection has twice the rows that the projection after it has columns.
     """
     if kind == EXPERTS:
-        return bool(getattr(module, "has_gate", True))
+        stacks = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
+        return bool(getattr(module, "has_gate", True)) and len(stacks) != 1
     matrices = _matrices(module)
     if len(matrices) != 2 or _has_dense_names(module):
         return True
@@ -245,6 +252,8 @@ def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Ite
 
 
 def _judge_experts(base: Candidate) -> Candidate:
+    if not base.gated and not is_decorated_experts(base.module):
+        return replace(base, reason="it has one projection per expert, no gate")
     reason = next(_instance_reasons(base.module), None)
     if reason is not None:
         return replace(base, reason=reason)
@@ -257,7 +266,7 @@ def _judge_experts(base: Candidate) -> Candidate:
 
 
 def _experts_reasons(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
-    parameters: dict[str, Any] = {**module._parameters}
+    parameters: dict[str, Any] = dict(module.named_parameters())
     for name, param in parameters.items():
         if param is None or type(param) is FakeTensor:
             continue

@@ -137,6 +137,9 @@ def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
 
 def _layout_reasons(candidate: Candidate, around: _Surroundings) -> Iterator[str]:
     """Yield why its weights cannot have the kernels' layout."""
+    if candidate.form is not None and candidate.form.stock_only is not None:
+        yield f"{candidate.form.stock_only}; use weights='stock'"
+        return
     if id(candidate.module) in around.wrapped:
         yield "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
     for child in candidate.module.modules():
