@@ -48,7 +48,8 @@ class ExpertsBlock(NeuronBlock):
         check_constants(self, form, self.neuron_name)
         axis = 2 if form.transposed else 1
         check_hidden_states(hidden_states, parameter_of(self, form.down), axis, self.neuron_name)
-        backend = self._call_backend(hidden_states.shape[:-1].numel())
+        rows = hidden_states.shape[:-1].numel() * (1 if form.post_norm is None else routing[0].shape[1])
+        backend = self._call_backend(rows)
         return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
 
 

@@ -101,12 +101,18 @@ def stacked(operator: Operator, x_BSH: Tensor, ids_TK: Tensor, weight_TK: Tensor
 def by_expert(operator: Operator, experts: int, x_RH: Tensor) -> Tensor:
     """Return each row's result of its expert; rows of zeros, which no token chose, are left out: their result is zero.
 
-    Their gradients are zero too: gate and up of such a row are zero, and so is the product's derivative.
+    Their gradients are zero too: gate and up of such a row are zero, and so is the product's derivative. Where the
+    number of rows may depend on values, the operator gets the others only, else these rows with an id of no expert.
     """
     check_multiple(len(x_RH), experts, "number of rows", "each expert has an equal part of them")
     ids_R1 = torch.arange(experts, device=x_RH.device).repeat_interleave(len(x_RH) // experts).unsqueeze(1)
-    unused_R1 = (x_RH.detach() == 0).all(1, keepdim=True)
-    return operator(x_RH, ids_R1.masked_fill(unused_R1, experts), torch.ones_like(ids_R1, dtype=torch.float32))
+    ones_R1 = torch.ones_like(ids_R1, dtype=torch.float32)
+    used_R1 = (x_RH.detach() != 0).any(1, keepdim=True)
+    if torch.compiler.is_compiling() or type(used_R1) is not Tensor or x_RH.device.type not in ("cpu", "cuda"):
+        return operator(x_RH, ids_R1.masked_fill(~used_R1, experts), ones_R1)
+    rows = used_R1.squeeze(1).nonzero().squeeze(1)
+    y_RH = operator(x_RH[rows], ids_R1[rows], ones_R1[rows])
+    return y_RH.new_zeros(x_RH.shape).index_copy(0, rows, y_RH)
 
 
 def in_expert_order(

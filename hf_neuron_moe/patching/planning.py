@@ -87,7 +87,9 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     """
     backend = resolve_backend(config.backend, _device(candidate))
     kernels = get_backend(backend)
-    layout = kernels.default_layout if config.weights == "auto" else config.weights
+    fixed = candidate.form is not None and candidate.form.stock_only is not None
+    preferred = "stock" if fixed else kernels.default_layout
+    layout = preferred if config.weights == "auto" else config.weights
     resolved = replace(config, backend=backend, weights=layout, activations="minimal")
     spec = BlockSpec(config.precision, config.block_size, gate=candidate.gate)
     support = kernels.support(_shape(candidate, layout), spec)
