@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DbrxConfig,
     DeepseekV4Config,
     Gemma4TextConfig,
     GptOssConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -81,6 +85,50 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            **_LOCAL,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "longcat_flash": (
+        LongcatFlashConfig,
+        {
+            "num_layers": 1,
+            "num_key_value_heads": 4,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 8,
+        },
+    ),
+    "dbrx": (
+        DbrxConfig,
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 24, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    "jetmoe": (
+        JetMoeConfig,
+        {**_LOCAL, "kv_channels": 8, "num_key_value_heads": 2, "activation_function": "silu"},
+    ),
     "nemotron_h": (
         NemotronHConfig,
         {
@@ -100,6 +148,8 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 FAMILIES = (*DENSE, *MOE)
 OTHER_GATES = ("gpt_oss", "deepseek_v4", "gemma4", "nemotron_h")
+OTHER_CALLS = ("llama4", "longcat_flash", "dbrx", "jetmoe")
+"""Families whose experts have no flags and are called in other ways."""
 """Families whose experts have another gate than ``silu(gate) * up``, biases, or another layout."""
 WEIGHT_LAYOUTS = ("stock", "kernel")
 SOME_SLOW_LAYOUTS = ["stock", pytest.param("kernel", marks=pytest.mark.slow)]
@@ -118,7 +168,7 @@ def tiny_model(family: str, **changes: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "mlp" in name or "experts" in name:
+            if any(part in name for part in ("mlp", "experts", "feed_forward")):
                 param.normal_(std=0.2)
     return model.train()
 

@@ -144,6 +144,33 @@ class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
         # The flags describe the parameters as they are now; peft's target_parameters reads the first.
         self.is_transposed = self.is_concatenated = True
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.refuse_adapters(prefix[:-1])
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        if any("lora_" in key and key.startswith(_outside_adapters(prefix)) for key in state_dict):
+            self.refuse_adapters(prefix[:-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def refuse_adapters(self, name: str) -> None:
+        """Raise for adapters that are saved or loaded where the stock weights' columns have another order.
+
+        `name` is the block's present one, which shows peft's wrapper around it.
+        """
+        if name.endswith(".base_layer") and any(rule.interleaved for rule in self.neuron_rules):
+            expected = "without adapters on its parameters in kernel layout when they are saved or loaded"
+            fix = "Call merge_and_unload() before saving. Or patch with weights='stock' and train the adapters there."
+            got = "adapters whose columns have another order than in stock models"
+            raise UnsupportedModelError.about("the block", expected, got, fix).named(self.neuron_name)
+
+
+def _outside_adapters(prefix: str) -> str:
+    """Return the state_dict prefix of the module that peft's wrappers stand in for."""
+    while prefix.endswith(".base_layer."):
+        prefix = prefix.removesuffix("base_layer.")
+    return prefix
+
 
 @public
 def register_experts_implementation(
