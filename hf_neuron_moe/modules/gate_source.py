@@ -310,7 +310,7 @@ def _match(result: _Expression) -> tuple[Gate, bool]:
                 found = _match_up(up, gate)
                 if found is not None:
                     return found, bool(interleaved[1])
-            if gate is not None and interleaved[0] == 1:
+            if gate is not None and interleaved[0] == 1 and _match_up(up, gate) is not None:
                 raise UnknownForm("its gate has up in the first half of the joint projection, the gate in the second")
     raise UnknownForm("its gate is not act(gate) * up, with limits, an offset or softcaps")
 
