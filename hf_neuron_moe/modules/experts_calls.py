@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.checks import check_multiple
-from hf_neuron_moe.modules.gate_source import UnknownForm, parsed
+from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_source import parsed
 
 Operator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``sum_k weight_k * expert_k(x)`` of hidden ``[T, H]``, ids and weights ``[T, K]``."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SORTED, STACKED, known_call
-from hf_neuron_moe.modules.gate_source import GateSource, UnknownForm, read_gate
+from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_source import GateSource, read_gate
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
 

@@ -23,11 +23,8 @@ from torch.nn import functional as F
 
 from hf_neuron_moe.backends.gate import Gate, checked_gate
 from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.modules.gate_match import Expression, UnknownForm, match_gate
 from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
-
-
-class UnknownForm(ValueError):  # noqa: N818 -- not an error of the program: the answer "no", with the reason
-    """The source is not a form this package knows; the message says what it met."""
 
 
 class GateSource(NamedTuple):
@@ -40,21 +37,6 @@ class GateSource(NamedTuple):
     # whose forward was read, the class
 
 
-_Expression = tuple[Any, ...]
-"""What an expression of the source stands for:
-
-("input",)                      the joint projection
-("number", value)               a float, or None
-("dtype",)                      the dtype of a tensor
-("halves", interleaved)         gate and up of the joint projection; ("half", index, interleaved) is one of them
-("act", name, alpha, x)         an activation of ``structure.ACTIVATIONS``
-("sigmoid", x), ("tanh", x)
-("clamp", x, low, high)
-("scaled", x, c), ("over", x, c), ("plus", x, c)
-("softcap", x, c)               ``c tanh(x / c)``
-("product", x, y)
-("pair", x, y)                  a tuple of two
-"""
 _TENSORS = {"input", "half", "act", "sigmoid", "tanh", "clamp", "scaled", "over", "plus", "softcap", "product"}
 _FLOAT32 = (torch.float32, torch.float)
 _FUNCTIONS: dict[Callable[..., Any], str] = {
@@ -74,7 +56,7 @@ def read_gate(module: nn.Module, method: Callable[..., Any]) -> GateSource:
     """Return the gate of `method`, a function found on the class of `module`; raise :class:`UnknownForm`."""
     reader = _Reader(module)
     result = reader.call(method, module, "", [("input",)])
-    gate, interleaved = _match(result)
+    gate, interleaved = match_gate(result)
     try:
         checked_gate(gate)
     except ConfigError as error:
@@ -104,7 +86,7 @@ class _Reader:
     activation: str | None = None
     constants: dict[str, Any] = field(default_factory=dict)
 
-    def call(self, function: Callable[..., Any], module: nn.Module, path: str, given: list[_Expression]) -> _Expression:
+    def call(self, function: Callable[..., Any], module: nn.Module, path: str, given: list[Expression]) -> Expression:
         definition = parsed(function)
         own, *names = (argument.arg for argument in definition.args.args)
         if len(names) != len(given) or definition.args.vararg or definition.args.kwonlyargs or definition.args.kwarg:
@@ -121,10 +103,10 @@ class _Frame:
     module: nn.Module
     path: str  # of the module within the one that is read, with a dot at the end
     own: str  # the name of self
-    values: dict[str, _Expression]
+    values: dict[str, Expression]
     scope: dict[str, Any]
 
-    def run(self, body: list[ast.stmt]) -> _Expression:
+    def run(self, body: list[ast.stmt]) -> Expression:
         for statement in body:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str())):
@@ -139,7 +121,7 @@ class _Frame:
                     raise UnknownForm(f"its gate has the statement `{line_of(statement)}`")
         raise UnknownForm("its gate returns nothing")
 
-    def evaluate(self, node: ast.expr) -> _Expression:
+    def evaluate(self, node: ast.expr) -> Expression:
         match node:
             case ast.Name(id=name) if name in self.values:
                 return self.values[name]
@@ -170,7 +152,7 @@ class _Frame:
                 return self.evaluate_call(node)
         raise UnknownForm(f"its gate computes `{line_of(node)}`")
 
-    def evaluate_call(self, node: ast.Call) -> _Expression:
+    def evaluate_call(self, node: ast.Call) -> Expression:
         arguments, function = list(node.args), node.func
         if isinstance(function, ast.Attribute) and getattr(function.value, "id", None) == self.own:
             if node.keywords:
@@ -188,7 +170,7 @@ class _Frame:
             raise UnknownForm(f"its gate computes `{line_of(node)}`")
         return found
 
-    def known(self, name: str, arguments: list[ast.expr], keywords: dict[str, ast.expr]) -> _Expression | None:
+    def known(self, name: str, arguments: list[ast.expr], keywords: dict[str, ast.expr]) -> Expression | None:
         """What a call of a tensor function computes; None if that is not known."""
         x, *rest = map(self.evaluate, arguments)
         if x[0] not in _TENSORS:
@@ -210,14 +192,14 @@ class _Frame:
             return x if rest[0] == ("dtype",) else None
         return None
 
-    def constant(self, attr: str) -> _Expression:
+    def constant(self, attr: str) -> Expression:
         value = getattr(self.module, attr, None)
         if value is not None and (type(value) not in (int, float) or math.isnan(value)):
             raise UnknownForm(f"its gate reads {self.path}{attr}, {describe_activation(value)}, not a number")
         self.reader.constants[self.path + attr] = value
         return ("number", value)
 
-    def child(self, attr: str, given: list[_Expression], node: ast.expr) -> _Expression:
+    def child(self, attr: str, given: list[Expression], node: ast.expr) -> Expression:
         """What ``self.<attr>(...)`` computes."""
         called: Any = getattr(self.module, attr, None)
         if gate_of(called) is None and isinstance(called, nn.Module):
@@ -239,7 +221,7 @@ class _Frame:
         self.reader.activation = self.path + attr
         return found
 
-    def activate(self, called: Any, x: _Expression, node: ast.expr) -> _Expression:
+    def activate(self, called: Any, x: Expression, node: ast.expr) -> Expression:
         gate = gate_of(called)
         if gate is None:
             raise UnknownForm(_unknown_activation(called))
@@ -267,7 +249,7 @@ def line_of(node: ast.AST) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _two(value: _Expression, node: ast.expr) -> tuple[_Expression, _Expression]:
+def _two(value: Expression, node: ast.expr) -> tuple[Expression, Expression]:
     kind, *parts = value
     if kind == "pair":
         return parts[0], parts[1]
@@ -276,20 +258,20 @@ def _two(value: _Expression, node: ast.expr) -> tuple[_Expression, _Expression]:
     return ("half", 0, *parts), ("half", 1, *parts)
 
 
-def _clamped(x: _Expression, low: float | None, high: float | None) -> _Expression:
+def _clamped(x: Expression, low: float | None, high: float | None) -> Expression:
     """Limits without end are none."""
     low = None if low == -math.inf else low
     high = None if high == math.inf else high
     return x if low is None and high is None else ("clamp", x, low, high)
 
 
-def _with_number(kind: str, x: _Expression, number: _Expression, node: ast.expr) -> _Expression:
+def _with_number(kind: str, x: Expression, number: Expression, node: ast.expr) -> Expression:
     if x[0] not in _TENSORS or number[0] != "number" or number[1] is None:
         raise UnknownForm(f"its gate computes `{line_of(node)}`")
     return (kind, x, number[1])
 
 
-def _times(left: _Expression, right: _Expression, node: ast.expr) -> _Expression:
+def _times(left: Expression, right: Expression, node: ast.expr) -> Expression:
     if left[0] in _TENSORS and right[0] in _TENSORS:
         return ("product", left, right)
     x, number = (left, right) if right[0] == "number" else (right, left)
@@ -298,75 +280,3 @@ def _times(left: _Expression, right: _Expression, node: ast.expr) -> _Expression
         case ("tanh", ("over", inner, divisor)) if divisor == c:
             return ("softcap", inner, c)
     return x if c == 1 else (kind, x, c)
-
-
-def _match(result: _Expression) -> tuple[Gate, bool]:
-    """Return the gate, and whether the halves alternate."""
-    factors = _paired(_factors(result))
-    if len(factors) == 2:
-        for act, up in (factors, factors[::-1]):
-            gate, interleaved, up_interleaved = _match_gate(act), _index(act), _index(up)
-            if gate is not None and interleaved == (0, up_interleaved[1]) and up_interleaved[0] == 1:
-                found = _match_up(up, gate)
-                if found is not None:
-                    return found, bool(interleaved[1])
-            if gate is not None and interleaved[0] == 1 and _match_up(up, gate) is not None:
-                raise UnknownForm("its gate has up in the first half of the joint projection, the gate in the second")
-    raise UnknownForm("its gate is not act(gate) * up, with limits, an offset or softcaps")
-
-
-def _factors(x: _Expression) -> list[_Expression]:
-    return [*_factors(x[1]), *_factors(x[2])] if x[0] == "product" else [x]
-
-
-def _paired(factors: list[_Expression]) -> list[_Expression]:
-    """Join ``g`` and ``sigmoid(g)`` to an activation, likewise ``softcap(g)`` and ``sigmoid(g)``."""
-    for sigmoid in (factor for factor in factors if factor[0] == "sigmoid"):
-        rest = [factor for factor in factors if factor is not sigmoid]
-        inner, alpha = (sigmoid[1][1], sigmoid[1][2]) if sigmoid[1][0] == "scaled" else (sigmoid[1], 1.0)
-        for other in rest:
-            remaining = [factor for factor in rest if factor is not other]
-            if other == inner:
-                return [*remaining, ("act", "silu" if alpha == 1 else "swish", float(alpha), inner)]
-            if other[0] == "softcap" and other[1] == inner and alpha == 1:
-                return [*remaining, ("capped", inner, other[2])]
-    return factors
-
-
-def _index(x: _Expression) -> tuple[int | None, bool]:
-    """Which half the factor reads, and whether halves alternate."""
-    while x[0] not in ("half", "input", "product"):
-        x = x[3] if x[0] == "act" else x[1]
-    return (x[1], x[2]) if x[0] == "half" else (None, False)
-
-
-def _match_gate(x: _Expression) -> Gate | None:
-    act_max = None
-    if x[0] == "clamp" and x[2] is None:
-        _, x, _, act_max = x
-    match x:
-        case ("act", name, alpha, ("half", *_)):
-            return Gate(name, alpha, act_max=_float(act_max))
-        case ("act", name, alpha, ("clamp", ("half", *_), low, high)):
-            return Gate(name, alpha, gate_max=_float(high), gate_min=_float(low), act_max=_float(act_max))
-        case ("capped", ("half", *_), cap) if act_max is None:
-            return Gate(gate_softcap=float(cap))
-    return None
-
-
-def _match_up(x: _Expression, gate: Gate) -> Gate | None:
-    match x:
-        case ("half", *_):
-            return gate
-        case ("softcap", ("half", *_), cap):
-            return gate._replace(up_softcap=float(cap))
-        case ("plus", inner, offset) if inner[0] in ("half", "clamp"):
-            found = _match_up(inner, gate)
-            return None if found is None else found._replace(up_offset=float(offset))
-        case ("clamp", ("half", *_), low, high):
-            return gate._replace(up_min=_float(low), up_max=_float(high))
-    return None
-
-
-def _float(limit: float | None) -> float | None:
-    return None if limit is None else float(limit)

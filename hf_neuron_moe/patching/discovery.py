@@ -24,7 +24,7 @@ from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts_calls import known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts
-from hf_neuron_moe.modules.gate_source import UnknownForm
+from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (
