@@ -6,6 +6,7 @@ T tokens, K experts per token, E experts on this rank, H hidden size, I intermed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,9 +123,9 @@ def compute_experts(
 
 
 def _operands(form: ExpertsForm) -> tuple[str, ...]:
-    """Names of gate_up, down and their biases."""
-    biases = (f"{form.gate_up}_bias", f"{form.down}_bias") if form.biased else ()
-    return (form.gate_up, form.down, *biases)
+    """Names of gate_up, down and their biases; fields only, since compilers do not trace properties of constants."""
+    gate_up, down = form.inputs[0], form.down
+    return (gate_up, down, f"{gate_up}_bias", f"{down}_bias") if form.biased else (gate_up, down)
 
 
 def _of_stacked(module: nn.Module, form: ExpertsForm) -> tuple[Tensor, Tensor]:
@@ -140,7 +141,7 @@ class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__(original, name, config)
         self._own_weights(original, self.neuron_form.rules)
-        self.neuron_form = self.neuron_form._replace(transposed=True, interleaved=False)
+        self.neuron_form = replace(self.neuron_form, transposed=True, interleaved=False)
         # The flags describe the parameters as they are now; peft's target_parameters reads the first.
         self.is_transposed = self.is_concatenated = True
 

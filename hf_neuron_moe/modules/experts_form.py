@@ -7,10 +7,11 @@ that transformers calls for it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +24,8 @@ from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
 
 
-class ExpertsForm(NamedTuple):
+@dataclass(frozen=True)
+class ExpertsForm:
     """How an experts module computes; E experts, H hidden size, I intermediate size."""
 
     gate: Gate
@@ -116,9 +118,8 @@ def read_experts(module: nn.Module) -> ExpertsForm:
     source = _gate_source(module) if flags["has_gate"] else _gate_of_child(module, "act_fn", gated=False)
     if source.interleaved is flags["is_concatenated"] and source.gate.gated:
         raise UnknownForm(f"is_concatenated={flags['is_concatenated']}, but its gate reads the columns otherwise")
-    form = _form(source, transposed=bool(flags["is_transposed"]))._replace(
-        biased=bool(flags["has_bias"]), post_norm=_post_norm(module)
-    )
+    form = _form(source, transposed=bool(flags["is_transposed"]))
+    form = replace(form, biased=bool(flags["has_bias"]), post_norm=_post_norm(module))
     _check_shapes(module, form)
     return form
 
@@ -152,10 +153,10 @@ def _read_undecorated(module: Any) -> ExpertsForm:
         source = _gate_of_child(module, "mlp.activation_fn")
         constants = tuple((name, getattr(module, name)) for name in ("num_experts", "ffn_hidden_size", "hidden_size"))
         form = _form(source._replace(constants=constants), call=call)
-        form = form._replace(inputs=("mlp.w1", "mlp.v1"), down="mlp.w2", experts="num_experts")
+        form = replace(form, inputs=("mlp.w1", "mlp.v1"), down="mlp.w2", experts="num_experts")
     elif call == SORTED:
         form = _form(_gate_of_child(module, "activation"), call=call)
-        form = form._replace(inputs=("input_linear.weight",), down="output_linear.weight")
+        form = replace(form, inputs=("input_linear.weight",), down="output_linear.weight")
     elif call == IDENTITY:
         constants = (("num_routed_experts", module.num_routed_experts), ("identity_expert", nn.Identity))
         form = _form(_gate_of_child(module, "act_fn")._replace(constants=constants), call=call)

@@ -207,7 +207,8 @@ class _Frame:
                 raise UnknownForm(f"its {self.path}{attr} has parameters, hooks or a forward of its own")
             self.reader.constants[self.path + attr] = type(called)
             forward = type(called).forward
-            if len(given) != len(inspect.signature(forward).parameters) - 1 or hasattr(forward, "__wrapped__"):
+            alone = not self.path and len(given) == 1  # an activation of the gate only, which has no row
+            if alone or len(given) != len(inspect.signature(forward).parameters) - 1 or hasattr(forward, "__wrapped__"):
                 raise UnknownForm(_unknown_activation(called))
             try:
                 return self.reader.call(forward, called, f"{self.path}{attr}.", given)
