@@ -70,7 +70,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     source = read_source(directory)
     model = meta_model(directory, source)
     assignments = assign_sources(model, source)
-    candidates = discover(model)
+    candidates = [_with_own_weights(candidate) for candidate in discover(model)]
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     weights = {
         weight.name: weight
@@ -111,6 +111,12 @@ def _left(
         if kept:
             left[module] = LeftModule(reason, len(kept), sum(tensor.nbytes for tensor in kept))
     return left
+
+
+def _with_own_weights(candidate: Candidate) -> Candidate:
+    """The candidate, refused where no converted layout has its weights."""
+    reason = None if candidate.form is None else candidate.form.stock_only
+    return candidate if reason is None or candidate.reason is not None else replace(candidate, reason=reason)
 
 
 def _prefix(module: str) -> str:

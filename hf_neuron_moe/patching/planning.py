@@ -174,6 +174,7 @@ def _entry(candidate: Candidate, status: str) -> PatchEntry:
         hidden_size=H,
         intermediate_size=I,
         gated=candidate.gated,
+        one_by_one=candidate.name.rpartition(".")[0] if candidate.listed else "",
     )
 
 

@@ -44,6 +44,7 @@ class PatchEntry:
     kernel_sizes: tuple[int, int] | None = None
     """H and I as the Neuron kernels get them; None where PyTorch computes the block."""
     gated: bool = True  # False for a block without a gate, which stays stock and which ``strict`` does not count
+    one_by_one: str = ""  # the ModuleList that holds it, if all its modules are MLPs: experts of remote code
     products: str = ""  # how PyTorch multiplies in the block, which its processor decides; empty where it does not
 
     @property
@@ -170,8 +171,15 @@ def _formatted(form: str, value: float | None, unit: int = 1) -> str | None:
 
 
 def _table(entries: Iterable[PatchEntry]) -> list[str]:
-    """A header and a line per entry; what is unknown or does not apply is a dash."""
-    values = [[column(entry) for column in _COLUMNS.values()] for entry in entries]
+    """A header and a line per entry, or per list of equal MLPs; what is unknown or does not apply is a dash."""
+    names: dict[tuple[object, ...], list[str]] = {}
+    for entry in entries:
+        name, *others = (column(entry) for column in _COLUMNS.values())
+        names.setdefault((entry.one_by_one or name, *others), []).append(str(name))
+    values = [
+        [found[0] if len(found) == 1 else f"{of}.* ({len(found)} experts, computed one by one)", *others]
+        for (of, *others), found in names.items()
+    ]
     rows = [list(_COLUMNS), *(["-" if value is None else str(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
