@@ -44,8 +44,8 @@ class PatchEntry:
     kernel_sizes: tuple[int, int] | None = None
     """H and I as the Neuron kernels get them; None where PyTorch computes the block."""
     gated: bool = True  # False for a block without a gate, which stays stock and which ``strict`` does not count
-    one_by_one: str = ""  # the ModuleList that holds it, if all its modules are MLPs: experts of remote code
     products: str = ""  # how PyTorch multiplies in the block, which its processor decides; empty where it does not
+    one_by_one: str = ""  # the ModuleList that holds it, if all its modules are MLPs: experts of remote code
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
