@@ -34,12 +34,15 @@ def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None
             copies[name] = view, copy
     layers: dict[str, nn.Module] = {}
     for name in block.neuron_stock_order:
-        weight, (path, _, leaf) = copies[name][1], name.rpartition(".")
+        param, (path, _, leaf) = copies[name][1], name.rpartition(".")
         if not path:
-            parameters[leaf] = weight
+            parameters[leaf] = param
             continue
-        layer = layers[path] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        layer.weight = weight
+        if path not in layers:
+            rows, columns = copies[f"{path}.weight"][1].shape
+            layers[path] = nn.Linear(columns, rows, bias=False, device="meta")
+        layers[path].register_parameter(leaf, param)
+    for layer in layers.values():
         init(layer)
     init(_shell(block, parameters, layers))
     with torch.no_grad():

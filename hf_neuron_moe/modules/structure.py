@@ -49,6 +49,28 @@ def is_silu(activation: Any) -> bool:
     return activation is F.silu or type(activation) in {nn.SiLU, *classes}
 
 
+def _is_activation(activation: Any, names: tuple[str, ...], approximate: str) -> bool:
+    """Whether `activation` is GELU in one form: torch's module, or transformers' modules of these names."""
+    from transformers.activations import ACT2CLS
+
+    if type(activation) is nn.GELU:
+        return activation.approximate == approximate
+    entries = (ACT2CLS[name] for name in names if name in ACT2CLS)
+    classes = {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
+    return type(activation) in classes - {nn.GELU}
+
+
+def is_gelu(activation: Any) -> bool:
+    """Return whether `activation` is GELU by the error function, also ``F.gelu`` itself."""
+    return activation is F.gelu or _is_activation(activation, ("gelu", "gelu_python"), "none")
+
+
+def is_gelu_tanh(activation: Any) -> bool:
+    """Return whether `activation` is GELU by the hyperbolic tangent."""
+    names = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+    return _is_activation(activation, names, "tanh")
+
+
 class Recognized(NamedTuple):
     """How an activation of ``backends/torch/gating.py`` is recognized."""
 
@@ -56,7 +78,11 @@ class Recognized(NamedTuple):
     matches: Callable[[Any], bool]  # whether an activation, a module or a function, is it
 
 
-ACTIVATIONS: dict[str, Recognized] = {"silu": Recognized("SiLU", is_silu)}
+ACTIVATIONS: dict[str, Recognized] = {
+    "silu": Recognized("SiLU", is_silu),
+    "gelu": Recognized("GELU", is_gelu),
+    "gelu_tanh": Recognized("GELU (tanh)", is_gelu_tanh),
+}
 """By the names of the rows."""
 
 
@@ -92,11 +118,9 @@ def is_inert(value: Any) -> bool:
 
 
 def unsupported_reason_plain_linear(module: Any) -> str | None:
-    """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
+    """Return why `module` may compute something else than ``x @ weight.T + bias``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
         return f"{with_article(type(module).__module__)}.{type(module).__qualname__}, not a plain torch.nn.Linear"
-    if getattr(module, "bias", None) is not None:
-        return "a linear layer with a bias"
     if "forward" in module.__dict__:
         return "a linear layer whose forward is overridden on the instance"
     if has_call_hooks(module):
@@ -108,6 +132,9 @@ def unsupported_reason_plain_linear(module: Any) -> str | None:
         return None
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"a linear layer whose weight is {with_article(type(weight).__name__)} of {type(weight.data).__name__}"
+    bias: Any = module.bias
+    if bias is not None and (type(bias) is not nn.Parameter or type(bias.data) is not Tensor):
+        return f"a linear layer whose bias is {with_article(type(bias).__name__)} of {type(bias.data).__name__}"
     return None
 
 

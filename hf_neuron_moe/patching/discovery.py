@@ -1,8 +1,8 @@
 """Finds the modules that could be patched and decides about each, without changing anything.
 
-A dense MLP can be patched if its source is the SwiGLU formula, its parts are plain bias-free linear layers of matching
-shapes with a SiLU activation, and a small numeric probe agrees; an experts module if transformers' flags say so and the
-probe agrees. Everything else that looks like such a block gets a reason.
+A dense MLP can be patched if its source is the formula of a gate, its parts are plain linear layers of matching shapes
+with an activation that the operators have, and a small numeric probe agrees; an experts module if transformers' flags
+say so and the probe agrees. Everything else that looks like such a block gets a reason.
 
 E experts, H hidden size, I intermediate size.
 """
@@ -10,7 +10,6 @@ E experts, H hidden size, I intermediate size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -19,9 +18,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.experts import expert_rules
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
@@ -30,14 +30,13 @@ from hf_neuron_moe.modules.structure import (
     describe_activation,
     has_call_hooks,
     is_decorated_experts,
-    is_inert,
     supported_activations,
     unsupported_reason_plain_linear,
     unsupported_reason_swiglu_experts,
 )
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
-from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
+from hf_neuron_moe.patching.formula import dense_roles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
+from hf_neuron_moe.patching.source_values import NotSwiGLU
 
 MLP, EXPERTS = "mlp", "experts"
 
@@ -68,8 +67,7 @@ class Candidate:
     @property
     def gate(self) -> Gate:
         """Its gate, where the kernels can compute it."""
-        name = "act_fn" if self.roles is None else self.roles.activation
-        return SWIGLU if name is None else Gate(act_of(getattr(self.module, name)) or "silu")
+        return Gate(act_of(self.module.act_fn) or "silu") if self.roles is None else self.roles.gate
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -161,11 +159,10 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     if kind == EXPERTS:
         return replace(base, reason=next(_experts_reasons(module), None), sizes=_expert_sizes(module))
     try:
-        roles = dense_roles(type(module).forward, _inert(module))
+        roles = dense_roles(type(module).forward, module)
     except NotSwiGLU as answer:
-        # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
-        reasons = chain(_instance_reasons(module), _dropout_reasons(module), [str(answer)])
-        return replace(base, reason=next(reasons))
+        # What a reader looks for first: a wrapped module explains more than the source does.
+        return replace(base, reason=next(chain(_instance_reasons(module), [str(answer)])))
     reason = next(chain(_instance_reasons(module), _role_reasons(module, roles)), None)
     if reason is not None:
         return replace(base, reason=reason)
@@ -173,24 +170,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     return replace(base, reason=next(_weight_reasons(module, roles, H, I), None), roles=roles, sizes=(None, H, I))
 
 
-def _inert(module: nn.Module) -> frozenset[str]:
-    """Names of the attributes that are a dropout of 0."""
-    children = (name for name, child in module._modules.items() if isinstance(child, nn.Dropout | nn.Identity))
-    numbers = (name for name, value in module.__dict__.items() if type(value) in (int, float))
-    return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
-
-
 # Each yields why a block cannot be patched, the reason that explains most first; what comes later may rely on it.
-
-
-def _dropout_reasons(module: nn.Module) -> Iterator[str]:
-    """Dropouts, where `module` would be a SwiGLU without them."""
-    active = {name: child.p for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0}
-    with suppress(NotSwiGLU):
-        met = dense_roles(type(module).forward, _inert(module) | frozenset(active)).inert
-        named = [f"{name} with p={active[name]}" for name in met if name in active]
-        if named:
-            yield f"it has dropout, which the kernels do not have: {', '.join(named)}"
 
 
 def _instance_reasons(module: nn.Module) -> Iterator[str]:
@@ -208,9 +188,11 @@ def _instance_reasons(module: nn.Module) -> Iterator[str]:
 
 def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
     for name in roles.linears:
-        child: Any = getattr(module, name, None)
-        if not isinstance(child, nn.Module):
+        try:
+            child: Any = module.get_submodule(name)
+        except AttributeError:
             yield f"{name} is no module"
+            return
         reason = unsupported_reason_plain_linear(child)
         if reason is not None:
             yield f"{name} is {reason}"

@@ -9,7 +9,7 @@ import pytest
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, NothingToPatchError
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
 from tests.refusals import refused
 from tests.tiny_models import assert_same_snapshot, snapshot, tiny_model, tokens

@@ -13,7 +13,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
 
 
