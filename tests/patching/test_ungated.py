@@ -39,7 +39,7 @@ def test_a_vision_language_model_is_patched_by_default(vision: Any) -> None:
 
 def test_a_gated_block_that_cannot_be_patched_still_counts_and_is_named_alone() -> None:
     model = llava()
-    model.model.language_model.layers[1].mlp.act_fn = nn.GELU()
+    model.model.language_model.layers[1].mlp.act_fn = nn.Tanh()
     with refused(UnsupportedModelError, "model", r"got 1 that cannot:\n  model\.language_model\.layers\.1") as caught:
         patch_model(model)
     assert "no gate" not in str(caught.value)
