@@ -70,7 +70,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     source = read_source(directory)
     model = meta_model(directory, source)
     assignments = assign_sources(model, source)
-    candidates = discover(model)
+    candidates = [_as_convertible(candidate) for candidate in discover(model)]
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     weights = {
         weight.name: weight
@@ -92,6 +92,16 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     left = _left(refused, assignments, copied)
     return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), left)
+
+
+def _as_convertible(candidate: Candidate) -> Candidate:
+    """Refuse a dense MLP that can be patched but whose weights have no converted layout."""
+    roles = candidate.roles
+    if roles is None or roles.is_plain:
+        return candidate
+    parts = {"biases": roles.biased, "up rows in front of gate rows": not roles.gate_first}
+    has = [f"the gate {candidate.gate.title}", *(part for part, there in parts.items() if there)]
+    return replace(candidate, reason=f"no converted layout is known for an MLP with {' and '.join(has)}")
 
 
 def _reasons(refused: dict[str, str]) -> str:

@@ -7,6 +7,7 @@ rule covers all families.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import cache
 from types import CodeType
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import with_article
 
 CALL_HOOKS = {
@@ -40,35 +42,48 @@ def has_call_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in CALL_HOOKS)
 
 
-def is_silu(activation: Any) -> bool:
-    """Return whether `activation` is SiLU: ``nn.SiLU``, transformers' module of that name, or ``F.silu`` itself."""
+def _named_classes(*names: str) -> set[Any]:
+    """Classes that transformers has under names of activations."""
     from transformers.activations import ACT2CLS
 
-    entries = (ACT2CLS[name] for name in ("silu", "swish") if name in ACT2CLS)
-    classes = {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
-    return activation is F.silu or type(activation) in {nn.SiLU, *classes}
-
-
-def _is_activation(activation: Any, names: tuple[str, ...], approximate: str) -> bool:
-    """Whether `activation` is GELU in one form: torch's module, or transformers' modules of these names."""
-    from transformers.activations import ACT2CLS
-
-    if type(activation) is nn.GELU:
-        return activation.approximate == approximate
     entries = (ACT2CLS[name] for name in names if name in ACT2CLS)
-    classes = {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
-    return type(activation) in classes - {nn.GELU}
+    return {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
 
 
-def is_gelu(activation: Any) -> bool:
-    """Return whether `activation` is GELU by the error function, also ``F.gelu`` itself."""
-    return activation is F.gelu or _is_activation(activation, ("gelu", "gelu_python"), "none")
+def _is_silu(activation: Any) -> bool:
+    return activation is F.silu or type(activation) in {nn.SiLU, *_named_classes("silu", "swish")}
 
 
-def is_gelu_tanh(activation: Any) -> bool:
-    """Return whether `activation` is GELU by the hyperbolic tangent."""
-    names = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
-    return _is_activation(activation, names, "tanh")
+def _is_gelu(activation: Any) -> bool:
+    """The exact GELU: by the error function."""
+    if type(activation) is nn.GELU:
+        return activation.approximate == "none"
+    if type(activation) in _named_classes("gelu"):
+        function = activation.act
+        own = getattr(function, "__func__", None)
+        return function is F.gelu or (own is not None and own is getattr(type(activation), "_gelu_python", None))
+    return activation is F.gelu
+
+
+def _is_gelu_tanh(activation: Any) -> bool:
+    """The approximation by a hyperbolic tangent, in any of its spellings."""
+    if type(activation) is nn.GELU:
+        return activation.approximate == "tanh"
+    if type(activation) in _named_classes("gelu_pytorch_tanh"):
+        function = activation.act
+        if isinstance(function, functools.partial):
+            return function.func is F.gelu and not function.args and function.keywords == {"approximate": "tanh"}
+        own = getattr(function, "__func__", None)
+        return own is not None and own is getattr(type(activation), "_gelu_tanh_python", None)
+    return type(activation) in _named_classes("gelu_new", "gelu_fast")
+
+
+def _is_squared_relu(activation: Any) -> bool:
+    return type(activation) in _named_classes("relu2")
+
+
+def _is_quick_gelu(activation: Any) -> bool:
+    return type(activation) in _named_classes("quick_gelu")
 
 
 class Recognized(NamedTuple):
@@ -76,12 +91,15 @@ class Recognized(NamedTuple):
 
     title: str  # the activation's name in messages
     matches: Callable[[Any], bool]  # whether an activation, a module or a function, is it
+    alpha: float = 1.0  # of a Swish: the constant inside
 
 
 ACTIVATIONS: dict[str, Recognized] = {
-    "silu": Recognized("SiLU", is_silu),
-    "gelu": Recognized("GELU", is_gelu),
-    "gelu_tanh": Recognized("GELU (tanh)", is_gelu_tanh),
+    "silu": Recognized("SiLU", _is_silu),
+    "gelu": Recognized("GELU", _is_gelu),
+    "gelu_tanh": Recognized("GELU by tanh", _is_gelu_tanh),
+    "squared_relu": Recognized("squared ReLU", _is_squared_relu),
+    "swish": Recognized("Swish", _is_quick_gelu, 1.702),
 }
 """By the names of the rows."""
 
@@ -89,6 +107,12 @@ ACTIVATIONS: dict[str, Recognized] = {
 def act_of(activation: Any) -> str | None:
     """Return the name of the row with this activation, or None where no row matches."""
     return next((name for name, row in ACTIVATIONS.items() if row.matches(activation)), None)
+
+
+def gate_of(activation: Any) -> Gate | None:
+    """Return ``activation(gate) * up`` as a gate, or None where no row matches."""
+    name = act_of(activation)
+    return None if name is None else Gate(name, ACTIVATIONS[name].alpha)
 
 
 def unsupported_activation(activation: Any, act: str | None = None) -> str | None:
@@ -101,7 +125,8 @@ def unsupported_activation(activation: Any, act: str | None = None) -> str | Non
 
 def supported_activations() -> str:
     """Return the activations of all rows as a message names them."""
-    return " and ".join(row.title for row in ACTIVATIONS.values())
+    *first, last = (row.title for row in ACTIVATIONS.values())
+    return f"{', '.join(first)} and {last}"
 
 
 def describe_activation(activation: Any) -> str:

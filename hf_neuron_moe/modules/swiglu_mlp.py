@@ -80,7 +80,8 @@ class NeuronSwiGLUMLP(NeuronBlock):
             if reason is not None:
                 return f"{name} is {reason}"
             if (layer.bias is not None) is not (name in roles.biased):
-                return f"the bias of {name} was {'removed' if name in roles.biased else 'added'} after patching"
+                change = "without its bias" if name in roles.biased else "with a bias"
+                return f"{name} is a linear layer {change}, other than when the block was patched"
         wrappers = {root for root, name in zip(roles.roots, roles.linears, strict=True) if root != name}
         hooked = next((root for root in wrappers if has_call_hooks(self._modules[root])), None)  # type: ignore[arg-type]
         if hooked is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
@@ -28,6 +28,7 @@ from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (
     act_of,
     describe_activation,
+    gate_of,
     has_call_hooks,
     is_decorated_experts,
     supported_activations,
@@ -36,6 +37,7 @@ from hf_neuron_moe.modules.structure import (
 )
 from hf_neuron_moe.patching.formula import dense_roles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
+from hf_neuron_moe.patching.source_reader import multiplies_branches
 from hf_neuron_moe.patching.source_values import NotSwiGLU
 
 MLP, EXPERTS = "mlp", "experts"
@@ -67,7 +69,7 @@ class Candidate:
     @property
     def gate(self) -> Gate:
         """Its gate, where the kernels can compute it."""
-        return Gate(act_of(self.module.act_fn) or "silu") if self.roles is None else self.roles.gate
+        return (gate_of(self.module.act_fn) or SWIGLU) if self.roles is None else self.roles.gate
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -139,23 +141,28 @@ def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _has_gate(kind: str, module: nn.Module) -> bool:
-    """Whether `module` may be gated; not if it holds two matrices, one for the other's result as it is.
+    """Whether `module` may be gated: not without a product of two branches of the input.
 
-    A fused gate and up projection has twice the rows that the projection after it has columns.
+    Nor if it holds two matrices, one for the other's result as it is. A fused gate and up projection has twice the rows
+    that the projection after it has columns.
     """
     if kind == EXPERTS:
         return bool(getattr(module, "has_gate", True))
-    matrices = _matrices(module)
-    if len(matrices) != 2 or _has_dense_names(module):
+    if _has_dense_names(module):
         return True
-    (first_out, first_in), (second_out, second_in) = matrices
-    return first_out != second_in or second_out == 2 * first_in
+    matrices = _matrices(module)
+    if len(matrices) == 2:
+        (first_out, first_in), (second_out, second_in) = matrices
+        if first_out == second_in and second_out != 2 * first_in:
+            return False
+    return multiplies_branches(type(module).forward)
 
 
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module))
     if kind == MLP and not base.gated:
-        return replace(base, reason="it has no gate: two projections in a row")
+        row = "two projections in a row" if len(_matrices(module)) == 2 else "its forward multiplies no two branches"
+        return replace(base, reason=f"it has no gate: {row}")
     if kind == EXPERTS:
         return replace(base, reason=next(_experts_reasons(module), None), sizes=_expert_sizes(module))
     try:

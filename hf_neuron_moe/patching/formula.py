@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_neuron_moe.backends.gate import Gate, checked_gate
+from hf_neuron_moe.backends.gate import SWIGLU, Gate, checked_gate
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules.dense_roles import DenseRoles
-from hf_neuron_moe.modules.structure import act_of, has_call_hooks, is_inert
+from hf_neuron_moe.modules.structure import gate_of, has_call_hooks, is_inert
 from hf_neuron_moe.patching.source_reader import read_forward
 from hf_neuron_moe.patching.source_values import EXPECTED, Expression, NotSwiGLU, bare, same
 
@@ -119,15 +119,15 @@ class _Matcher:
         for one, other in (value[1:], value[:0:-1]):
             gate, up = self.gate_branch(one), self.up_branch(other)
             if gate is not None and up is not None:
-                roles = _joined(gate, up, down, self.row_of(gate.activation))
+                roles = _joined(gate, up, down, self.called_gate(gate.activation))
                 if roles is not None:
                     return replace(roles, after=tuple(after))
         raise NotSwiGLU(_FORM)
 
-    def row_of(self, activation: str | None) -> str:
-        """The activation's row, SiLU where there is none, which discovery refuses."""
+    def called_gate(self, activation: str | None) -> Gate:
+        """The gate of an activation that the instance holds; of SiLU where no row has it, which discovery refuses."""
         held = None if activation is None or self.module is None else getattr(self.module, activation, None)
-        return act_of(held) or "silu"
+        return gate_of(held) or SWIGLU
 
     def settled(self, value: Expression) -> Expression:
         """Return `value` without casts and dropouts of 0 around it."""
@@ -204,17 +204,15 @@ def _chain(value: Expression) -> tuple[str, ...] | None:
     return tuple(names) if value == ("input",) else None
 
 
-def _joined(gate: _Branch, up: _Branch, down: str, row: str) -> DenseRoles | None:
+def _joined(gate: _Branch, up: _Branch, down: str, called: Gate) -> DenseRoles | None:
     """The roles of two branches; None where they do not belong together."""
     first, second = gate.source, up.source
     before = _chain(first.read)
     if before is None or down in before:
         return None
-    said: dict[str, Any] = {"act": row} | {
-        name: value for name, value in {**gate.said, **up.said}.items() if value is not None
-    }
+    limits = {name: value for name, value in {**gate.said, **up.said}.items() if value is not None}
     try:
-        found = checked_gate(Gate(**said))
+        found = checked_gate(called._replace(**limits))
     except ConfigError as error:
         raise NotSwiGLU(f"its gate cannot be computed: {error}") from error
     if first.part is None and second.part is None:

@@ -79,6 +79,42 @@ def read_forward(forward: Callable[..., Any], module: nn.Module | None) -> tuple
     return result, reader
 
 
+_PRODUCTS = frozenset({"mul", "mul_", "multiply", "glu", "einsum", "addcmul", "prod"})
+"""Names of functions that may multiply two branches."""
+
+
+@cache
+def multiplies_branches(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward may multiply two values that both depend on its arguments.
+
+    It may where its source is not available, or where it multiplies by a function of one of the names above.
+    """
+    try:
+        function = parsed(inspect.unwrap(forward))
+    except NotSwiGLU:
+        return True
+    arguments = function.args
+    names = {each.arg for each in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs)}
+    depends = names | {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and _is_stored(each)}
+
+    def is_branch(node: ast.expr) -> bool:
+        return any(isinstance(each, ast.Name) and each.id in depends for each in ast.walk(node))
+
+    for node in ast.walk(function):
+        match node:
+            case ast.BinOp(left=left, op=ast.Mult(), right=right) if is_branch(left) and is_branch(right):
+                return True
+            case ast.AugAssign(op=ast.Mult(), value=value) if is_branch(value):
+                return True
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _PRODUCTS:
+                return True
+    return False
+
+
+def _is_stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
 @dataclass
 class Reader:
     """Substitutes assignments and live branches into the returned expression."""

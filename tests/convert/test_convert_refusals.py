@@ -321,7 +321,13 @@ def test_model_without_blocks_names_the_reason(tmp_path, checkpoint):
     source = checkpoint("llama")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
-    assert_refused(source, tmp_path / "dst", ConversionError, "{source}", "its activation is GELU")
+    assert_refused(
+        source,
+        tmp_path / "dst",
+        ConversionError,
+        "{source}",
+        "MLP with the gate gelu",
+    )
 
 
 def test_mxfp8_needs_whole_blocks(tmp_path):

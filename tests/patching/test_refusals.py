@@ -64,7 +64,7 @@ def boxed(module: nn.Module) -> nn.Module:
         ),
         (lambda: boxed(NemotronHExperts(NemotronHConfig())), "NemotronHExperts.: it has no gate projection"),
         (
-            lambda: boxed(FalconH1MLP(FalconH1Config(hidden_size=32, intermediate_size=48, mlp_multipliers=[1.5, 1]))),
+            lambda: boxed(FalconH1MLP(FalconH1Config(hidden_size=32, mlp_multipliers=[1.5, 1.0]))),
             r"FalconH1MLP.: its forward computes `self.gate_proj\(x\) \* self.gate_multiplier`, a factor of 1.5",
         ),
         (lambda: boxed(GteMLP(GteConfig(**SIZES))), "GteMLP.: it has dropout, .*: dropout with p=0.1"),

@@ -62,8 +62,25 @@ class OneMLP(nn.Module):
             self.add_module(f"layer{number}", nn.Linear(columns, rows, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What it computes is not read where it has no gate."""
-        raise NotImplementedError
+        """The product of two branches; which layers are in them is up to the shapes."""
+        return self.layer1(self.layer0(x) * x)
+
+
+class NoProductMLP(OneMLP):
+    """Three projections in a row, scaled by a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x) * 0.5 * self.training
+        return x
+
+
+def test_three_projections_in_a_row_have_no_gate() -> None:
+    model = tiny_model("llama")
+    model.extra = NoProductMLP((24, 16), (24, 24), (16, 24))
+    (entry,) = patch_model(model).refused
+    assert (entry.name, entry.gated) == ("extra", False)
+    assert entry.reason == "it has no gate: its forward multiplies no two branches"
 
 
 @pytest.mark.parametrize(
