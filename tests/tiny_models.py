@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -41,6 +42,8 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 8}),
     "phi3": (Phi3Config, {}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 8}),
+    "llama_biased": (LlamaConfig, {"mlp_bias": True}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (Qwen2MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": (Qwen3MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "head_dim": 8}),

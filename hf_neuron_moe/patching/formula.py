@@ -216,7 +216,7 @@ def _joined(gate: _Branch, up: _Branch, down: str, called: Gate) -> DenseRoles |
     except ConfigError as error:
         raise NotSwiGLU(f"its gate cannot be computed: {error}") from error
     if first.part is None and second.part is None:
-        if first.layer == second.layer or not same(first.read, second.read):
+        if first.layer == second.layer or not (first.read is second.read or first.read == second.read == ("input",)):
             return None
         return DenseRoles((first.layer, second.layer), down, gate.activation, gate=found, before=before)
     if first.part is None or second.part is None or not same(first.whole, second.whole):
