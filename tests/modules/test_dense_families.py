@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,9 @@ CLASSES: dict[str, tuple[Callable[[], nn.Module], Gate]] = {
     ),
     "down bias": (lambda: of("voxtral_realtime", "VoxtralRealtimeMLP", hidden_act="silu"), Gate()),
     "clamp": (
-        lambda: of("deepseek_v4", "DeepseekV4MLP", hidden_act="silu", swiglu_limit=2.0, moe_intermediate_size=I, mlp_bias=False),
+        lambda: of(
+            "deepseek_v4", "DeepseekV4MLP", hidden_act="silu", swiglu_limit=2.0, moe_intermediate_size=I, mlp_bias=False
+        ),
         Gate(**LIMITS),
     ),
     "clamp, swish, offset, fused": (
@@ -206,6 +209,24 @@ def test_through_the_layers_the_gate_is_the_same(name: str) -> None:
     )
     with pytest.warns(NeuronMoEWarning, match="with hooks"):
         assert_close(model["mlp"](x), expected, name)
+
+
+@pytest.mark.parametrize("family", ["llama_biased", "gemma3"])
+def test_adapters_on_the_layers_compute_as_in_the_stock_model(family: str) -> None:
+    """With biases through the layers, which a warning says; without by the operator."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["gate_proj", "up_proj", "down_proj"])
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(tiny_model(family), config).eval()
+    model = tiny_model(family)
+    patch_model(model, {"precision": "fp32", "weights": "stock"})
+    patched = peft.get_peft_model(model, config).eval()
+    patched.load_state_dict(stock.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NeuronMoEWarning)
+        assert_close(patched(tokens()).logits, stock(tokens()).logits, "logits")
+    said = [str(each.message) for each in caught if "a LoRA layer in a block with biases" in str(each.message)]
+    assert len(said) == (2 if family == "llama_biased" else 0)
 
 
 def test_llama_4_text_is_patched_by_default_with_its_experts_listed_or_patched() -> None:
