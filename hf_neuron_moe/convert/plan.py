@@ -99,7 +99,13 @@ def _as_convertible(candidate: Candidate) -> Candidate:
     roles = candidate.roles
     if roles is None or roles.is_plain:
         return candidate
-    parts = {"biases": roles.biased, "up rows in front of gate rows": not roles.gate_first}
+    parts = {
+        "biases": roles.biased,
+        "up rows in front of gate rows": not roles.gate_first,
+        "layers in classes of their own": roles.roots != roles.linears,
+        "layers in front of it": roles.before,
+        "dropout after it": roles.after,
+    }
     has = [f"the gate {candidate.gate.title}", *(part for part, there in parts.items() if there)]
     return replace(candidate, reason=f"no converted layout is known for an MLP with {' and '.join(has)}")
 
