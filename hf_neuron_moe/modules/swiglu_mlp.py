@@ -56,6 +56,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_merged: list[tuple[str, str]] = []
         self._remember_activation(roles.activation)
         self.neuron_gate = roles.gate
+        self.neuron_surrounded = roles.surrounded
 
     @property
     def neuron_shape(self) -> SavedBlock:
@@ -103,7 +104,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         roles = self.neuron_roles
         if roles.biased:
             return "a LoRA layer in a block with biases"
-        return unsupported_reason_low_rank(layer) if roles.gate_first else "a LoRA layer in a block with up rows first"
+        return unsupported_reason_low_rank(layer) if roles.gate_first else "a LoRA layer in a block of another row order"
 
     def _layer(self, name: str) -> nn.Module | None:
         """The linear layer at a path, or None."""
@@ -121,11 +122,11 @@ class NeuronSwiGLUMLP(NeuronBlock):
 
     def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
-        roles = self.neuron_roles
         if unused or unused_by_name:
             self._check_arguments(unused, unused_by_name)
-        if not roles.surrounded:
+        if not self.neuron_surrounded:
             return self._compute(hidden_states)
+        roles = self.neuron_roles
         if self.training and roles.inert:
             self._check_inert()
         if roles.constants:

@@ -63,7 +63,7 @@ class Candidate:
     roles: DenseRoles | None = None  # which attribute plays which part, for a dense MLP that can be patched
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)  # ``(E, H, I)``; E is None for a dense MLP
     top_k: int | None = None  # experts per token; None for a dense MLP, 0 where the model does not say
-    gated: bool = True  # False for two projections in a row, which no kernel here is meant for
+    gated: bool = True  # False where no two branches are multiplied, which no kernel here is meant for
     listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
 
     @property
