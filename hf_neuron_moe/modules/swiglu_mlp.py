@@ -104,7 +104,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         roles = self.neuron_roles
         if roles.biased:
             return "a LoRA layer in a block with biases"
-        return unsupported_reason_low_rank(layer) if roles.gate_first else "a LoRA layer in a block of another row order"
+        return unsupported_reason_low_rank(layer) if roles.gate_first else "a LoRA layer in a block of other row order"
 
     def _layer(self, name: str) -> nn.Module | None:
         """The linear layer at a path, or None."""
