@@ -33,6 +33,7 @@ ASSUMPTIONS = (
     "sizes with padding: T to 128 (dense blocks), H and I to the kernels' multiples; P = T * K pairs, N blocks of B",
     "N = ceil((P - (E - 1)) / B) + E - 1, the static worst case, which the kernels are compiled for; in mxfp8 rounded "
     "up to an even number, since two cores share the blocks",
+    "a dense block in bf16 is one expert, in blocks of 512 tokens; what follows of dense blocks is of those in mxfp8",
     "dense, forward: x in and y out (2 T H), weights (3 H I), the intermediate out and in (2 T I); gate and up out "
     "(2 T I) if anything is kept, 5 T I more if their products are",
     "dense, backward: dy in and dx out (2 T H), weights (3 H I), every checkpoint in (T I each); trained: x in (T H), "
@@ -115,10 +116,10 @@ def floor_of(
     block: Block, core: Chip, step: Step, keep: str, top_k: int | None = None, experts: int | None = None
 ) -> Floor:
     """Return the floor of a dense MLP, or of experts of which a token has `top_k`; `keep` is a canonical string."""
-    if top_k is None or experts is None:
-        three, again, *moved = _dense(block, step, parse_keep(keep))
+    if block.blockwise:
+        three, again, *moved = _routed(block, step, parse_keep(keep), top_k or 1, experts or 1)
     else:
-        three, again, *moved = _routed(block, step, parse_keep(keep), top_k, experts)
+        three, again, *moved = _dense(block, step, parse_keep(keep))
     # Three matmuls forward; backward three for the input and three for the weights, and what is made again.
     flops = [three] * (2 if step.checkpointing else 1) + [three * (2 if step.trained else 1) + again]
     values = [moved[0]] * (2 if step.checkpointing else 1) + [moved[1]]

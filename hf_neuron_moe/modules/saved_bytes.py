@@ -21,8 +21,9 @@ from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
 ROUTING_BYTES = torch.int64.itemsize + torch.float32.itemsize
 """A kept token-expert pair: its expert's id and its weight."""
 
-_TILE = 128
-"""The kernels' backends keep whole tiles of so many tokens, and of experts' tokens an even number of whole blocks."""
+_TILE = 512
+"""The kernels' backends keep whole tiles or blocks of dense MLPs' tokens, none larger than this, and of experts' tokens
+an even number of whole blocks."""
 
 _SILU_FLOPS = 4
 """Exponential, addition, division, product: enough to rank an elementwise pass among the others."""
