@@ -46,7 +46,7 @@ class NeuronExperts(NeuronBlock):
     def neuron_shape(self) -> SavedBlock:
         config, (K, E) = self.neuron_config, (self.neuron_top_k or 0, len(self.down_proj))
         sizes = (*_sizes(self), K, config.backend)
-        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size)
+        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=self.neuron_gate)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.

@@ -63,7 +63,8 @@ class NeuronSwiGLUMLP(NeuronBlock):
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
         down: Any = self._layer(self.neuron_roles.down)
         hidden, inner = self._weights().down_HI.shape if down is None else (down.out_features, down.in_features)
-        return SavedBlock(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
+        config = self.neuron_config
+        return SavedBlock(config.precision, hidden, inner, None, config.backend, gate=self.neuron_gate)
 
     def _unsupported_reason_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
@@ -76,7 +77,9 @@ class NeuronSwiGLUMLP(NeuronBlock):
             reason = None
             if is_lora_linear(layer):
                 self.neuron_adapted = True
-                reason, layer = self._unsupported_reason_adapted(layer), layer.base_layer
+                # The operator with adapters cuts a fused weight in halves, gate rows first.
+                order = None if roles.gate_first else "a LoRA layer in a block of other row order"
+                reason, layer = unsupported_reason_low_rank(layer) or order, layer.base_layer
             reason = reason or unsupported_reason_plain_linear(layer)
             if reason is not None:
                 return f"{name} is {reason}"
@@ -98,13 +101,6 @@ class NeuronSwiGLUMLP(NeuronBlock):
         if not self.neuron_adapted and not is_compiling():
             self.neuron_watch = Watch(self, roles, activation, self.neuron_config.backend)
         return None
-
-    def _unsupported_reason_adapted(self, layer: Any) -> str | None:
-        """Why the block cannot compute with a LoRA `layer` in the place of one of its own."""
-        roles = self.neuron_roles
-        if roles.biased:
-            return "a LoRA layer in a block with biases"
-        return unsupported_reason_low_rank(layer) if roles.gate_first else "a LoRA layer in a block of other row order"
 
     def _layer(self, name: str) -> nn.Module | None:
         """The linear layer at a path, or None."""
@@ -165,7 +161,9 @@ class NeuronSwiGLUMLP(NeuronBlock):
         if self.neuron_adapted or self.neuron_merged:
             self._note_merged()
         if weights is None:
-            out_SH = low_rank_mlp(x_SH, layers, **options)
+            held: list[Any] = [self._layer(name) for name in names]
+            biases = three_biases(self.neuron_roles, [getattr(layer, "base_layer", layer).bias for layer in held])
+            out_SH = low_rank_mlp(x_SH, layers, biases=biases, **options)
         else:
             out_SH = ops.swiglu_mlp(x_SH, *weights[:3], biases=weights[3:], **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
@@ -312,8 +310,16 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
 
 def ffn_weights(roles: DenseRoles, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> FFNWeights:
     """Return the operator's weights of those of the linear layers, in the order of ``roles.linears``."""
-    if len(weights) == 3:
-        return FFNWeights(weights[0], weights[1], weights[2], biases[0], biases[1], biases[2])
-    fused, down = biases
-    gate_bias, up_bias = (None, None) if fused is None else roles.halves(fused)
-    return FFNWeights(*roles.halves(weights[0]), weights[1], gate_bias, up_bias, down)
+    gate_IH, up_IH = weights[:2] if len(weights) == 3 else roles.halves(weights[0])
+    return FFNWeights(gate_IH, up_IH, weights[-1], *three_biases(roles, biases))
+
+
+def three_biases(
+    roles: DenseRoles, biases: Sequence[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the biases of gate, up and down of those of the linear layers."""
+    if len(biases) == 3:
+        return biases[0], biases[1], biases[2]
+    fused, down_H = biases
+    gate_I, up_I = (None, None) if fused is None else roles.halves(fused)
+    return gate_I, up_I, down_H
