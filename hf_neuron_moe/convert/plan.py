@@ -111,6 +111,22 @@ def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weig
         raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
 
 
+def _as_convertible_mlp(candidate: Candidate) -> Candidate:
+    """Refuse a dense MLP that can be patched but whose weights have no converted layout."""
+    roles = candidate.roles
+    if roles is None or roles.is_plain:
+        return candidate
+    parts = {
+        "biases": roles.biased,
+        "up rows in front of gate rows": not roles.gate_first,
+        "layers in classes of their own": roles.roots != roles.linears,
+        "layers in front of it": roles.before,
+        "dropout after it": roles.after,
+    }
+    has = [f"the gate {candidate.gate.title}", *(part for part, there in parts.items() if there)]
+    return replace(candidate, reason=f"no converted layout is known for an MLP with {' and '.join(has)}")
+
+
 def _reasons(refused: dict[str, str]) -> str:
     """Names and reasons, modules of one kind together."""
     return "; ".join(f"{spelled}: {reason}" for spelled, _, reason in grouped_names(refused))
@@ -133,8 +149,10 @@ def _left(
 def _convertible(candidate: Candidate) -> Candidate:
     """The candidate, refused where its converted weights could not be loaded."""
     form = candidate.form
-    if candidate.reason is not None or form is None:
+    if candidate.reason is not None:
         return candidate
+    if form is None:
+        return _as_convertible_mlp(candidate)
     reason = None
     if form.call != ROUTED:
         reason = "its class is not decorated with transformers' use_experts_implementation, which convert asks for"

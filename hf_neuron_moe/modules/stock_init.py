@@ -34,12 +34,15 @@ def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None
             copies[name] = copy
     layers: dict[str, nn.Module] = {}
     for name in block.neuron_stock_order:
-        weight, (path, _, leaf) = copies[name], name.rpartition(".")
+        copy, (path, _, leaf) = copies[name], name.rpartition(".")
         if not path:
-            parameters[leaf] = weight
+            parameters[leaf] = copy
             continue
-        layer = layers[path] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        layer.weight = weight
+        if path not in layers:
+            rows, columns = copies[f"{path}.weight"].shape
+            layers[path] = nn.Linear(columns, rows, bias=False, device="meta")
+        layers[path].register_parameter(leaf, copy)
+    for layer in layers.values():
         init(layer)
     init(_shell(block, parameters, layers))
     with torch.no_grad():

@@ -128,11 +128,9 @@ def is_inert(value: Any) -> bool:
 
 
 def unsupported_reason_plain_linear(module: Any) -> str | None:
-    """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
+    """Return why `module` may compute something else than ``x @ weight.T + bias``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
         return f"{with_article(type(module).__module__)}.{type(module).__qualname__}, not a plain torch.nn.Linear"
-    if getattr(module, "bias", None) is not None:
-        return "a linear layer with a bias"
     if "forward" in module.__dict__:
         return "a linear layer whose forward is overridden on the instance"
     if has_call_hooks(module):
@@ -144,4 +142,7 @@ def unsupported_reason_plain_linear(module: Any) -> str | None:
         return None
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"a linear layer whose weight is {with_article(type(weight).__name__)} of {type(weight.data).__name__}"
+    bias: Any = module.bias
+    if bias is not None and (type(bias) is not nn.Parameter or type(bias.data) is not Tensor):
+        return f"a linear layer whose bias is {with_article(type(bias).__name__)} of {type(bias.data).__name__}"
     return None

@@ -116,14 +116,16 @@ def _shape(candidate: Candidate, layout: str) -> BlockShape:
     experts, hidden, inner = candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused before"
     roles = candidate.roles
-    form = candidate.form
-    ordered = len(roles.inputs) == 1 if roles is not None else form is not None and form.ordered
+    form, biased = candidate.form, (False, False)
+    if roles is None:
+        ordered = (form is not None and form.ordered) or layout == "kernel"
+        biased = (form is not None and form.biased,) * 2
+    else:
+        ordered = roles.gate_first and (len(roles.inputs) == 1 or layout == "kernel")
+        biased = (bool({*roles.inputs} & {*roles.biased}), roles.down in roles.biased)
     dtype = getattr(*stock_slot(candidate.module, candidate.rules[0].stock[0])).dtype
     top_k = None if experts is None else candidate.top_k
-    biased = form is not None and form.biased
-    return BlockShape(
-        candidate.kind, hidden, inner, experts, top_k, ordered or layout == "kernel", dtype, (biased, biased)
-    )
+    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered, dtype, biased)
 
 
 def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:

@@ -130,7 +130,8 @@ class PatchReport:
             f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused (precision "
             f"{config.precision}, activations {config.activations}, block size {config.block_size})"
         )
-        return "\n".join([head, *_table(self.entries), *_remarks(self)])
+        listed = [entry for entry in self.entries if entry not in _ungated(self)]
+        return "\n".join([head, *_table(listed), *_remarks(self)])
 
 
 def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
@@ -224,8 +225,17 @@ def _remarks(report: PatchReport) -> Iterator[str]:
             noted.setdefault(note, []).append(entry.name)
     for note, names in noted.items():
         yield f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
-    if report.refused:
+    ungated = Counter(entry.class_name for entry in _ungated(report))
+    if ungated:
+        classes = ", ".join(f"{count} x {name}" for name, count in ungated.items())
+        yield f"Not gated MLPs, left stock: {classes}."
+    if len(report.refused) > ungated.total():
         yield "Refused blocks stay stock. Fix the reason, or name them in exclude=... to skip them."
+
+
+def _ungated(report: PatchReport) -> list[PatchEntry]:
+    """Refused blocks without a gate, which a line below the table sums up."""
+    return [entry for entry in report.refused if not entry.gated]
 
 
 def _saved_remarks(report: PatchReport) -> Iterator[str]:

@@ -26,8 +26,8 @@ from hf_neuron_moe.errors import (
 )
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.quantized_blocks import QuantizedSwiGLUMLP
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from tests.flat_backend import flat
 from tests.refusals import refused
 from tests.tiny_models import tiny_model

@@ -9,8 +9,8 @@ import pytest
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, NothingToPatchError
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.experts_form import read_experts
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from hf_neuron_moe.patching.experts_probe import probe_experts
 from hf_neuron_moe.patching.probe import probe_dense
 from tests.refusals import refused

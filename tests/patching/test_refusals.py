@@ -15,16 +15,15 @@ from transformers import (
     FalconH1Config,
     GemmaConfig,
     GPT2Config,
-    LlamaConfig,
+    GteConfig,
     NemotronHConfig,
-    SeedOssConfig,
 )
 from transformers.activations import ACT2FN
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.gte.modeling_gte import GteMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, UnsupportedModelError
@@ -68,23 +67,16 @@ def boxed(module: nn.Module) -> nn.Module:
             "NemotronHExperts.: its activation is ReLU, the kernels have SiLU",
         ),
         (
-            lambda: AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, mlp_bias=True)),
-            "LlamaMLP.: gate_proj is a linear layer with a bias",
+            lambda: boxed(FalconH1MLP(FalconH1Config(hidden_size=32, mlp_multipliers=[1.5, 1.0]))),
+            r"FalconH1MLP.: its forward computes `self.gate_proj\(x\) \* self.gate_multiplier`, a factor of 1.5",
         ),
-        (
-            lambda: boxed(FalconH1MLP(FalconH1Config(hidden_size=32, intermediate_size=48))),
-            "FalconH1MLP.: its forward computes `self.gate_multiplier`",
-        ),
-        (
-            lambda: boxed(SeedOssMLP(SeedOssConfig(**SIZES))),
-            "SeedOssMLP.: its forward computes `nn.functional.dropout",
-        ),
+        (lambda: boxed(GteMLP(GteConfig(**SIZES))), "GteMLP.: it has dropout, .*: dropout with p=0.1"),
         (
             lambda: AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
             "GPT2MLP.: it has no gate: two projections in a row",
         ),
     ],
-    ids=["gemma", "nemotron_h", "llama with bias", "falcon_h1", "seed_oss", "gpt2"],
+    ids=["gemma", "nemotron_h", "falcon_h1", "gte", "gpt2"],
 )
 def test_families_the_kernels_do_not_compute(make: Any, reason: str) -> None:
     with torch.device("meta"):  # nemotron_h's default experts are large; the answer does not depend on the device
