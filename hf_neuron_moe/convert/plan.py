@@ -20,7 +20,6 @@ from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.modules.experts_calls import ROUTED
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 
 
@@ -120,7 +119,7 @@ def _convertible(candidate: Candidate) -> Candidate:
     if candidate.reason is not None or form is None:
         return candidate
     reason = None
-    if form.call != ROUTED:
+    if not form.routed:
         reason = "its class is not decorated with transformers' use_experts_implementation, which convert asks for"
     elif form.post_norm is not None or not form.gate.gated:
         reason = "convert has no layout for experts without a gate or with a norm after them"
