@@ -19,6 +19,7 @@ from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.precision_map import PrecisionMap
 
 QUANTIZATION_CONFIG = "quantization_config"
 CARD_FILE = "README.md"
@@ -81,6 +82,14 @@ def _text(path: Path) -> str:
         raise damaged(path.name, "text in UTF-8", error) from error
 
 
+def _spelled_out(options: ConvertOptions) -> str:
+    """The precision of the blocks in words."""
+    if not isinstance(options.precision, PrecisionMap):
+        return _PRECISIONS[options.precision]
+    rows = [f"`{glob}`: {_PRECISIONS[own]}" for glob, own in options.precision.items()]
+    return "; ".join(rows) + ". The first is that of modules that no other pattern matches"
+
+
 def section(plan: ConversionPlan) -> str:
     """Return the Markdown that describes a conversion; the same plan gives the same text."""
     options = plan.options
@@ -97,7 +106,7 @@ def section(plan: ConversionPlan) -> str:
     if plan.left:
         kept += f"; {len(plan.left)} modules that the kernels cannot compute"
     rows = {
-        "precision": _PRECISIONS[options.precision],
+        "precision": _spelled_out(options),
         "layout": ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(layouts.items())),
         "for": purpose,
         "scale rule": options.rule if options.quantized else "",

@@ -174,7 +174,8 @@ def _compute_seconds(
     costs: dict[tuple[object, ...], float] = {}
     for weight in converted:
         first = weight.pieces[0]
-        kind = (weight.is_gate_up, weight.has_experts, weight.hidden, first.dtype, first.transposed)
+        precision = plan.options.of(weight.name).precision
+        kind = (precision, weight.is_gate_up, weight.has_experts, weight.hidden, first.dtype, first.transposed)
         if kind not in costs:
             with working(workers):  # each with its share of torch's threads
                 costs[kind] = _relayout_cost(weight, plan.options)

@@ -153,27 +153,26 @@ def _disagrees(file: str, got: str) -> SourceDamageError:
     return SourceDamageError.about(file, "what the manifest describes", got, fix)
 
 
-def _lost(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[list[str], list[str]]:
-    """Source tensors whose bits are gone because they were quantized, and because they were rounded."""
-    quantized, rounded = [], []
+def _lost(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[dict[str, str], list[str]]:
+    """Source tensors whose bits are gone: the quantized ones, with their weights, and the rounded ones."""
+    quantized, rounded = dict[str, str](), list[str]()
     for weight, pieces in manifest.weights.items():
         if any(tensor.layout in SCALES for tensor in stored[weight]):
-            quantized += [piece.source for piece in pieces]
+            quantized |= {piece.source: weight for piece in pieces}
         elif stored[weight][0].layout != SOURCE:
             rounded += [piece.source for piece in pieces if manifest.was_rounded(piece)]
     return quantized, rounded
 
 
-def _statement(manifest: Manifest, quantized: list[str], rounded: list[str]) -> tuple[str, ...]:
+def _statement(manifest: Manifest, quantized: dict[str, str], rounded: list[str]) -> tuple[str, ...]:
     """Say in sentences what does not come back with the original's bits."""
     sentences = []
-    if quantized:
-        kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[manifest.options.precision]
+    for options, sources in grouped(quantized, lambda source: manifest.options.of(quantized[source])).items():
+        kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[options.precision]
         sentences.append(
-            f"{len(quantized)} tensors (first: {quantized[0]}) went through {kind} with one power-of-two scale per 32 "
-            f"values (scale rule {manifest.options.rule}). They come back as code times scale, rounded to their "
-            "original dtype: the values the kernels compute with. The original values are gone; keep the original "
-            "checkpoint."
+            f"{len(sources)} tensors (first: {sources[0]}) went through {kind} with one power-of-two scale per 32 "
+            f"values (scale rule {options.rule}). They come back as code times scale, rounded to their original dtype: "
+            "the values the kernels compute with. The original values are gone; keep the original checkpoint."
         )
     if rounded:
         sentences.append(

@@ -31,8 +31,8 @@ MANIFEST_FILE = "neuron_moe_manifest.json"
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
 
-FORMAT_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
+FORMAT_VERSION = 5
+READABLE_VERSIONS = (1, 2, 3, 4, FORMAT_VERSION)
 HEADER_VERSION = 2  # Of the shards' headers, which say the same since that version
 CHECKSUM = "sha256"
 MAX_WORD = 64  # Characters of the names of layouts and orientations

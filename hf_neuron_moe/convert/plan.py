@@ -21,6 +21,8 @@ from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, gro
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
+from hf_neuron_moe.patching.globs import check_globs
+from hf_neuron_moe.precision_map import PrecisionMap
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,29 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
         expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
         fix = "`hf-neuron-moe plan` lists every candidate with its reason."
         raise ConversionError.about(str(directory), expected, f"none ({reasons})" if reasons else "none", fix)
-    if options.precision == "mxfp4" and not any(weight.has_experts for weight in weights.values()):
-        reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
-        expected = "used for a model with experts: no kernel computes dense MLPs with FP4 weights"
-        got = f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any"
-        raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
+    _check_precisions(options, candidates, weights)
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     left = _left(refused, assignments, copied)
     return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), left)
+
+
+def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weights: dict[str, FusedWeight]) -> None:
+    """Refuse globs that match no block or disagree about one, and precisions that no block can have."""
+    if isinstance(options.precision, PrecisionMap):
+        check_globs("precision", options.precision.globs, [(candidate.name,) for candidate in candidates])
+    own = {name: options.of(name).precision for name in weights}
+    if options.quantized and set(own.values()) == {"bf16"}:
+        fix = "Use --precision bf16, or narrow the globs."
+        raise ConversionError.about("precision", "MX for at least one block", f"bf16 for all {len(own)} weights", fix)
+    with_fp4 = [weights[name] for name, precision in own.items() if precision == "mxfp4"]
+    if with_fp4 and not any(weight.has_experts for weight in with_fp4):
+        reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
+        expected = "used for a model with experts: no kernel computes dense MLPs with FP4 weights"
+        got = f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any"
+        if isinstance(options.precision, PrecisionMap):
+            got = f"for blocks without experts, such as {with_fp4[0].name}"
+        raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
 
 
 def _reasons(refused: dict[str, str]) -> str:

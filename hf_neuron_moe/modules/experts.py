@@ -26,6 +26,7 @@ from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
+from hf_neuron_moe.precision_map import PrecisionMap
 
 
 class ExpertsBlock(NeuronBlock):
@@ -181,8 +182,9 @@ def register_experts_implementation(
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
     selects it, process-wide. Parameters and checkpoints stay transformers' own, so that the ``weights`` of `config`
-    must be ``"auto"`` or ``"stock"``; its activations are a preset or a policy without exceptions. An implementation
-    `name` of another origin is not replaced. Under transformers' tensor or expert parallelism the first call raises.
+    must be ``"auto"`` or ``"stock"``; its precision is one for all, its activations a preset or a policy without
+    exceptions. An implementation `name` of another origin is not replaced. Under transformers' tensor or expert
+    parallelism the first call raises.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -193,6 +195,10 @@ def register_experts_implementation(
         expected = "'auto' or 'stock', since the parameters stay the model's own"
         fix = "Use patch_model for weights in kernel layout."
         raise ConfigError.about("config.weights", expected, "'kernel'", fix)
+    if isinstance(options.precision, PrecisionMap):
+        expected = "one precision: an implementation does not know the names of the blocks it computes"
+        fix = "Use patch_model for a precision per block."
+        raise ConfigError.about("config.precision", expected, repr(options.precision), fix)
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
         expected = "a name that no other experts implementation has"

@@ -22,8 +22,9 @@ from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
 ROUTING_BYTES = torch.int64.itemsize + torch.float32.itemsize
 """A kept token-expert pair: its expert's id and its weight."""
 
-_TILE = 128
-"""The kernels' backends keep whole tiles of so many tokens, and of experts' tokens an even number of whole blocks."""
+_TILE = 512
+"""The kernels' backends keep whole tiles or blocks of dense MLPs' tokens, none larger than this, and of experts' tokens
+an even number of whole blocks."""
 
 _SILU_FLOPS = 4
 """Exponential, addition, division, product: enough to rank an elementwise pass among the others."""
@@ -98,6 +99,10 @@ def recomputed_flops(shape: SavedBlock, keep: str) -> int:
     kept, inner = parse_keep(keep), shape.intermediate
     up = inner if kept.whole_up or shape.quantized else kept_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)
+    if not shape.gate.gated:  # up is kept whole, the activation never
+        columns = 0 if "up" in kept.names else inner
+        decoding = inner if kept.fp8 else 0
+        return (2 * shape.hidden * columns + _SILU_FLOPS * inner + decoding) * (shape.top_k or 1)
     elementwise = 0 if "gate_act" in kept.names else _SILU_FLOPS * inner
     elementwise += 0 if "intermediate" in kept.names else inner
     decoding = 2 * inner if kept.fp8 else 0

@@ -126,7 +126,8 @@ class NeuronSwiGLUMLP(NeuronBlock):
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
         down: Any = self._modules.get(self.neuron_roles.down)
         hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
-        return SavedBlock(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
+        config = self.neuron_config
+        return SavedBlock(config.precision, hidden, inner, None, config.backend, gate=self.neuron_gate)
 
     def _unsupported_reason_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:

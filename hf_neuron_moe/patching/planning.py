@@ -19,6 +19,7 @@ from hf_neuron_moe.patching.apply import PlanItem, Request, all_slots
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from hf_neuron_moe.patching.preconditions import passed_by
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry
+from hf_neuron_moe.precision_map import precision_of
 
 _STATE_HOOKS = (
     "_state_dict_hooks",
@@ -81,7 +82,7 @@ def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[
 
 
 def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
-    """Resolve backend and weight layout for one candidate; its activation policy is still the default.
+    """Resolve precision, backend and weight layout for one candidate; its activation policy is still the default.
 
     Where the backend does not support it, the item says so, or, with ``fallback="torch"``, has PyTorch as its backend.
     """
@@ -90,8 +91,9 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     fixed = candidate.form is not None and candidate.form.stock_only is not None
     preferred = "stock" if fixed else kernels.default_layout
     layout = preferred if config.weights == "auto" else config.weights
-    resolved = replace(config, backend=backend, weights=layout, activations="minimal")
-    spec = BlockSpec(config.precision, config.block_size, gate=candidate.gate)
+    precision = precision_of(config.precision, (candidate.name, *candidate.aliases))
+    resolved = replace(config, precision=precision, backend=backend, weights=layout, activations="minimal")
+    spec = BlockSpec(precision, config.block_size, gate=candidate.gate)
     support = kernels.support(_shape(candidate, layout), spec)
     if config.fallback != "torch":
         return PlanItem(candidate, resolved, support._replace(most_tokens=None))
@@ -186,6 +188,7 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
     )
     return replace(
         _entry(item.candidate, PATCHED),
+        precision=config.precision,
         weights=config.weights,
         backend=config.backend,
         fallback=item.fallback,

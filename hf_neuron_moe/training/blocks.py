@@ -5,6 +5,7 @@ Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLU
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.patching.preconditions import inside_adapters
 from hf_neuron_moe.patching.report import PATCHED, PatchEntry
+from hf_neuron_moe.precision_map import DEFAULT_GLOB
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -111,6 +113,7 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             kind="experts" if has_experts(block) else "mlp",
             class_name=type(block).__name__,
             status=PATCHED,
+            precision=block.neuron_config.precision,
             experts=experts or None,
             hidden_size=hidden,
             intermediate_size=inner,
@@ -118,7 +121,10 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             backend=block.neuron_config.backend,
         )
         entries.append(entry.to_dict())
-    return {"config": next(iter(blocks.values())).neuron_config.to_dict(), "entries": entries}
+    config = next(iter(blocks.values())).neuron_config
+    own = {DEFAULT_GLOB: config.precision} | {name: block.neuron_config.precision for name, block in blocks.items()}
+    precision = {name: kind for name, kind in own.items() if name == DEFAULT_GLOB or kind != config.precision}
+    return {"config": replace(config, precision=precision).to_dict(), "entries": entries}
 
 
 def _base(module: nn.Module, name: str) -> Tensor:

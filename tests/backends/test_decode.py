@@ -41,7 +41,7 @@ def operands(
 
 
 def experts_of(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tensor:
-    return few_rows.experts(x, Routing(index, weight), stack.stacked, stack.transposed)
+    return few_rows.experts(x, Routing(index, weight), stack.stacked, stack.spec)
 
 
 def exact(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tensor:

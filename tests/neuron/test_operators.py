@@ -21,7 +21,7 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.base import BackwardCall
-from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
 from hf_neuron_moe.modules import ops
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
 from tests.tiny_models import tokens
@@ -133,7 +133,7 @@ def forward_and_backward(name: str, operands: tuple[Any, ...]) -> list[Tensor]:
         given = (tensors[0], FFNWeights(*tensors[1:]))
         y, saved = backend.mlp_forward(*given, call.spec, call.keep)
         return [y, *saved, *backend.mlp_backward(torch.ones_like(y), *given, saved, backward)]
-    routed = (tensors[0], Routing(tensors[1], tensors[2]), (tensors[3], tensors[4]))
+    routed = (tensors[0], Routing(tensors[1], tensors[2]), ExpertWeights(tensors[3], tensors[4]))
     y, saved = backend.experts_forward(*routed, call.spec, call.keep)
     return [y, *saved, *backend.experts_backward(torch.ones_like(y), *routed, saved, backward)]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, kept_up_columns
 from hf_neuron_moe.backends.base import BackwardCall, ExpertsGrads, MLPGrads, Saved
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch import generation
@@ -29,13 +30,13 @@ from hf_neuron_moe.backends.torch.experts import (
     run_experts_forward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.gating import SILU, Gating, gating_of
+from hf_neuron_moe.backends.torch.gating import Gating, gating_of
 from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
 from hf_neuron_moe.backends.torch.grouped_forward import grouped_forward
 from hf_neuron_moe.backends.torch.quantized import quantized_backward, quantized_forward
 from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
-from hf_neuron_moe.backends.torch.tiles import Loader, make_loader, tile_loader
+from hf_neuron_moe.backends.torch.tiles import Loader, make_loader
 
 
 class TorchBackend:
@@ -84,10 +85,14 @@ class TorchBackend:
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         gating = gating_of(spec.gate)
-        if not keep.backward and weights[3:] == _NO_BIAS[:3] and spec.gate.reads_up_as_it_is:
-            out = decode.mlp(x_SH, *weights[:3], spec.precision, spec.gate)
+        if not keep.backward:
+            plain = weights[3:] == _NO_BIAS and spec.gate.reads_up_as_it_is
+            if plain:
+                out = decode.mlp(x_SH, *weights[:3], spec.precision, spec.gate)
+            else:
+                out = decode.network(x_SH, weights, spec.precision, gating)
             if out is None and generation.suits(spec.precision, len(x_SH), weights.gate_IH):
-                out = generation.mlp(x_SH, *weights[:3], gating=gating)
+                out = generation.mlp(x_SH, weights, gating)
             if out is not None:
                 return out, _nothing(x_SH)
         rows = Rows.of_dense(len(x_SH))
@@ -99,7 +104,7 @@ class TorchBackend:
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
     ) -> MLPGrads:
         spec, keep, wants = call
-        rows, grouped, gating = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights), _gating(spec, keep)
+        rows, grouped, gating = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights), _gating(spec.gate, keep)
         loader = _loader(spec, dout_SH, rows, grouped)
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
         grads = FFNWeights(*map(gradient_memory().empty_like, weights[:3])) if wants.weights else None
@@ -128,16 +133,18 @@ class TorchBackend:
     ) -> tuple[Tensor, Saved]:
         gate_up, down = weights[:2]
         count, gating = routing.index_TK.numel(), gating_of(spec.gate)
-        plain = weights[2:] == _NO_BIAS[:2] and not spec.interleaved and spec.gate.reads_up_as_it_is
-        if not keep.backward and plain and count:
+        if not keep.backward and count:
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             spread = count / min(count, gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
-                return decode.experts(x_TH, routing, weights, spec.transposed, gating), _nothing(x_TH)
+                return decode.experts(x_TH, routing, weights, spec, gating), _nothing(x_TH)
         rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(weights, spec)
-        if not keep.backward and plain and generation.suits(spec.precision, count, gate_up):
-            return generation.experts(x_TH, rows, stack, gating), _nothing(x_TH)
+        if not keep.backward and generation.suits(spec.precision, count, gate_up):
+            out_TH = generation.experts(x_TH, rows, stack, gating)
+            if weights.down_bias is not None:
+                out_TH = add_down_bias(out_TH, weights.down_bias, routing)
+            return out_TH.to(x_TH.dtype), _nothing(x_TH)
         return _forward(x_TH, rows, stack, _loader(spec, x_TH, rows, stack), keep, gating, routing)
 
     def experts_backward(
@@ -145,7 +152,7 @@ class TorchBackend:
     ) -> ExpertsGrads:
         spec, keep, wants = call
         rows, stack = Rows.of_routing(routing, len(weights.down), spec.block_size), ExpertStack(weights, spec)
-        loader, gating = _loader(spec, dout_TH, rows, stack), _gating(spec, keep)
+        loader, gating = _loader(spec, dout_TH, rows, stack), _gating(spec.gate, keep)
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
         grads = ExpertWeights(*map(gradient_memory().empty_like, weights[:2])) if wants.weights else None
         biases = BiasGrads(stack, wants, dout_TH)
@@ -175,7 +182,10 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _quantized_rows(x_TH, routing, stack)
         saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep)
-        out_TH = quantized_forward(x_TH, rows, stack, _checkpoints((*saved, *saved), keep, stack.inner, SILU))
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating_of(stack.gate))
+        out_TH = quantized_forward(x_TH, rows, stack, checkpoints)
+        if stack.down_bias is not None:
+            out_TH = add_down_bias(out_TH, stack.down_bias.view(-1, stack.hidden), routing)
         return out_TH.to(x_TH.dtype), *saved
 
     def quantized_backward(
@@ -189,7 +199,8 @@ class TorchBackend:
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
         rows = _quantized_rows(dout_TH, routing, stack)
-        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, SILU)  # only gate and up are read
+        gating = _gating(stack.gate, keep)
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating)  # only gate and up are read
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
         dx_TH = quantized_backward(
             dout_TH,
@@ -199,9 +210,11 @@ class TorchBackend:
             checkpoints,
             d_scale_R,
             wants_input=wants.input,
-            gating=FP8Gating() if keep.fp8 else SILU,
+            gating=gating,
         )
         d_weight_TK = None if routing is None else _routing_grad(d_scale_R, rows, routing.weight_TK)
+        if d_weight_TK is not None and routing is not None and stack.down_bias is not None:
+            d_weight_TK = d_weight_TK + routed_bias_grad(dout_TH, routing, stack.down_bias).to(d_weight_TK.dtype)
         return _or_empty(dx_TH, dout_TH), _or_empty(d_weight_TK, dout_TH)
 
 
@@ -210,9 +223,7 @@ _NO_BIAS = (None, None, None)
 
 
 def _loader(spec: BlockSpec, x_TH: Tensor, rows: Rows, weights: GroupedWeights, *, lone_384: bool = False) -> Loader:
-    """Return a loader for bf16 products of whole layers, or for tiles, where biases are added to fp32 sums."""
-    if weights.biased or spec.gate.up_offset or spec.interleaved or not spec.gate.gated:
-        return replace(tile_loader(spec.precision, x_TH.device), lone_384=lone_384)
+    """Return a loader for bf16 products of whole layers, or for tiles."""
     per_run = rows.count if rows.token_R is None else rows_per_run(rows.runs)
     return make_loader(spec.precision, x_TH.device, per_run, weights.down_GHI.dtype, lone_384=lone_384)
 
@@ -228,9 +239,10 @@ def _forward(
 ) -> tuple[Tensor, Saved]:
     """Compute a block whose forward may have a backward, by bf16 products of whole layers or by tiles."""
     saved = _storage(x_TH, rows.count, weights.inner, keep, gated=not gating.skip_gate)
-    forward = grouped_forward if loader.compute.operand == torch.bfloat16 else run_experts_forward
+    grouped = loader.compute.operand == torch.bfloat16
+    forward = grouped_forward if grouped else run_experts_forward
     out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner, gating), gating)
-    if weights.down_bias_GH is not None:
+    if weights.down_bias_GH is not None and not (grouped and routing is None):
         out_TH = add_down_bias(out_TH, weights.down_bias_GH, routing)
     if keep.fp8:
         FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x_TH.shape[1]), x_TH)
@@ -258,11 +270,12 @@ def _checkpoints(saved: Saved, keep: Keep, inner: int, gating: Gating) -> Checkp
     """What is saved as the tiles read and write it; every policy cuts up in the same place, so that all sums agree."""
     if gating.skip_gate:
         up = saved[1] if "up" in keep.names else None
-        return Checkpoints(up=FP8Rows(saved[0][0], saved[1][0]) if keep.fp8 else up)
+        return Checkpoints(up=FP8Rows(saved[0][0], saved[1][0], gating.up_limits) if keep.fp8 else up)
     up_cut = kept_up_columns(inner) if keep.backward else None
     if keep.fp8:
         codes, scales = saved[0], saved[1]
-        return Checkpoints(FP8Rows(codes[0], scales[0]), FP8Rows(codes[1], scales[1]), up_cut=up_cut)
+        gate, up_ = gating.gate_limits, gating.up_limits
+        return Checkpoints(FP8Rows(codes[0], scales[0], gate), FP8Rows(codes[1], scales[1], up_), up_cut=up_cut)
     names = ("gate_pre", "up", "gate_act", "intermediate")
     kept = (tensor if name in keep.names else None for name, tensor in zip(names, saved, strict=True))
     return Checkpoints(*kept, up_cut=up_cut)
@@ -275,8 +288,8 @@ def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
     return FP8Rows(saved[2], saved[3]).take(slice(None), slice(0, saved[2].shape[1])).to(dtype)
 
 
-def _gating(spec: BlockSpec, keep: Keep) -> Gating:
-    gating = gating_of(spec.gate)
+def _gating(gate: Gate, keep: Keep) -> Gating:
+    gating = gating_of(gate)
     return FP8Gating(**vars(gating)) if keep.fp8 else gating
 
 

@@ -165,10 +165,11 @@ class GroupedWeights:
     gate_GIH: Tensor
     up_GIH: Tensor
     down_GHI: Tensor
-    gate_up_G2IH: Tensor | None = None  # both where gate and up lie in one tensor, one after the other
+    gate_up_G2IH: Tensor | None = None  # both where they lie in one tensor, one after the other or interleaved
     gate_bias_GI: Tensor | None = None
     up_bias_GI: Tensor | None = None
     down_bias_GH: Tensor | None = None
+    interleaved: bool = False
 
     @classmethod
     def of_dense(cls, weights: FFNWeights) -> GroupedWeights:
@@ -179,7 +180,8 @@ class GroupedWeights:
         behind = up_IH.storage_offset() - gate_IH.storage_offset() == inner * stride[0]
         if one_storage and behind and up_IH.stride() == stride:
             both = gate_IH.as_strided((1, 2 * inner, gate_IH.shape[1]), (0, *stride))
-        return cls(gate_IH[None], up_IH[None], down_HI[None], both, *(None if b is None else b[None] for b in biases))
+        gate_bias, up_bias, down_bias = (None if bias is None else bias[None] for bias in biases)
+        return cls(gate_IH[None], up_IH[None], down_HI[None], both, gate_bias, up_bias, down_bias)
 
     @property
     def inner(self) -> int:
@@ -198,7 +200,7 @@ class GroupedWeights:
         return FFNWeights(gate_IH, up_IH, down_HI, *biases)
 
     def both(self, scratch: Scratch) -> Tensor:
-        """Return gate and up as ``[G, 2I, H]``."""
+        """Return gate and up as ``[G, 2I, H]``, in the order in which they lie if that is one tensor."""
         if self.gate_up_G2IH is not None:
             return self.gate_up_G2IH
         groups, inner, hidden = self.gate_GIH.shape
@@ -219,14 +221,14 @@ class ExpertStack(GroupedWeights):
     """Stacked projections of experts, lying as `spec` says; without a gate, its part has no rows."""
 
     def __init__(self, weights: ExpertWeights, spec: BlockSpec) -> None:
-        self.stacked, self.transposed = weights, spec.transposed
+        self.stacked, self.spec = weights, spec
         gate_up, down = weights.gate_up, weights.down
         if spec.transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         gate, up = split_gate_up(gate_up, spec)
         gate_bias, up_bias = (None, None) if weights.gate_up_bias is None else split_gate_up(weights.gate_up_bias, spec)
-        both = None if spec.interleaved else gate_up
-        super().__init__(gate, up, down, both, gate_bias, up_bias, weights.down_bias)
+        interleaved = spec.interleaved and spec.gate.gated
+        super().__init__(gate, up, down, gate_up, gate_bias, up_bias, weights.down_bias, interleaved)
 
 
 def stacked(gate_up: Tensor, down: Tensor, *, transposed: bool) -> ExpertStack:

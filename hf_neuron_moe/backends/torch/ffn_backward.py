@@ -10,7 +10,8 @@ Legend: R rows, H hidden, I intermediate. With ``d_int = dY Wd`` (fp32, never ro
 bf16 rounds ``h * a``, ``d_gate`` and ``d_up`` once before they enter a matmul (nki-library ``blockwise_mm_bwd``,
 AFFINITY_ON_I). mxfp8 rounds as ``mlp_bwd_mxfp8`` does: ``silu'(g)``, ``silu'(g) * u``, ``d_gate``, ``d_up``, a
 recomputed ``silu(g)`` and a recomputed ``h``, each to bf16; operands are quantized along each matmul's own contraction
-axis: H for ``d_int``, 2I (gate and up as one axis, as releases from 2.31 on) for dX, rows for weights.
+axis: H for ``d_int``, 2I (gate and up as one axis, as releases from 2.31 on; I without a gate) for dX, rows for
+weights.
 
 Other activations and clamp masks come with a :class:`Gating`; a mask multiplies d_gate or d_up.
 """
@@ -81,7 +82,7 @@ class _InnerGrads:
     gate: Tensor
     up: Tensor
     inter: Tensor
-    joined: Tensor | None = None  # the ``[R, 2I]`` of which gate and up are the halves, in MX only
+    joined: Tensor | None = None  # the axis of dX's sum, in MX only: ``[R, 2I]``, gate then up; or up alone
 
 
 class _Tile:
@@ -100,7 +101,7 @@ class _Tile:
         self.again: Projections | None = None
         if (saved.gate is None and not self.gating.skip_gate) or self.stored < columns.length:
             gate_IH = weights.gate_IH if saved.gate is None and not self.gating.skip_gate else None
-            added = added_to_sums(weights, task.gating)
+            added = added_to_sums(weights.up_IH, weights[3:5], task.gating)
             self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, saved.up_cut, self.stored, added)
         self.down_HI = loader.load("down", weights.down_HI[:, self.part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
@@ -112,6 +113,9 @@ class _Tile:
         """Gate and up as right operands of dX; in MX halves of one buffer, quantized along 2I."""
         loader, size = self.task.loader, shape[0]
         gate_IH, up_IH = self.task.weights.gate_IH[self.part], self.task.weights.up_IH[self.part]
+        if self.gating.skip_gate:
+            up_operand = loader.load("up_dx", up_IH, shape, mx_axis=0)
+            return up_operand, up_operand
         if not self.mx:
             return loader.load("gate_dx", gate_IH, shape), loader.load("up_dx", up_IH, shape)
         both = loader.scratch.get("gate_up", (2 * size, shape[1]), loader.compute.operand)
@@ -243,7 +247,8 @@ class _Tile:
         d_gate, d_up, product = results[:, : rows.length]
         d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * size), torch.float32)
         inter = scratch.get("inter", (rows.size, size), torch.float32)
-        operands = _InnerGrads(d_gate_up[:, :size], d_gate_up[:, size:], inter, joined=d_gate_up)
+        joined = d_gate_up[:, size:] if self.gating.skip_gate else d_gate_up
+        operands = _InnerGrads(d_gate_up[:, :size], d_gate_up[:, size:], inter, joined)
         for target, values in ((inter, product), (operands.up, d_up), (operands.gate, d_gate)):
             loader.fill(target, values)
         return operands

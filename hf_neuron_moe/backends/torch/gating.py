@@ -54,8 +54,6 @@ class Gating:
     skip_gate: bool = False
     """The intermediate is ``act(up)``; the gate is unused, its gradients are zero and up is not masked (nki-library
     2.33 ``skip_gate_proj``)."""
-    act_max: float | None = None
-    """Upper limit on the activation's value."""
     up_softcap: float | None = None
     """The c of ``c tanh(up / c)``, which multiplies the activation instead of up; None is up itself."""
     up_offset: float = 0.0
@@ -64,12 +62,11 @@ class Gating:
     def activate_(self, values: Tensor) -> Tensor:
         """Overwrite fp32 `values` with their activation and return them."""
         clip_(values, self.gate_limits)
-        values = F.silu(values, inplace=True) if self.act_ is None else self.act_(values)
-        return values if self.act_max is None else values.clamp_(max=self.act_max)
+        return F.silu(values, inplace=True) if self.act_ is None else self.act_(values)
 
     def activation(self, values: Tensor, out: Tensor) -> Tensor:
         """Write the activation of fp32 `values` into `out` and return it."""
-        if self.act_ is None and self.act_max is None and self.gate_limits == (None, None):
+        if self.act_ is None and self.gate_limits == (None, None):
             result: Tensor = torch.ops.aten.silu.out(values, out=out)
             return result
         return self.activate_(out.copy_(values))
@@ -96,11 +93,6 @@ class Gating:
         if self.up_softcap is not None:
             gradient.mul_((up / self.up_softcap).tanh_().square_().neg_().add_(1))
         return mask_(gradient, up, self.up_limits)
-
-    def mask_gate_(self, gradient: Tensor, gate: Tensor, act: Tensor) -> Tensor:
-        """Multiply `gradient` by 0 where the gate or its activation `act` is beyond a limit, and return it."""
-        mask_(gradient, gate, self.gate_limits)
-        return gradient if self.act_max is None else gradient.mul_(act < self.act_max)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write ``factor * act'(values)`` into `out`."""
@@ -132,6 +124,7 @@ def clip_(values: Tensor, limits: Limits) -> Tensor:
 SWISH_BETA = 1.702
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
+_NO_LIMIT = 2.0**80  # a value that is not reached by here is never reached
 
 
 def _logistic_grad_(x: Tensor, exponent: Tensor) -> Tensor:
@@ -161,9 +154,13 @@ class Activation(NamedTuple):
     """Returns a new tensor; differentiable."""
     grad_: InPlace
     """Overwrites its argument with the derivative at it."""
+    in_place: InPlace | None = None
+    """Overwrites its argument with the value, where there is a faster way than a copy of `value`."""
 
     def value_(self, x: Tensor) -> Tensor:
         """Replace `x` by its activation and return it."""
+        if self.in_place is not None:
+            return self.in_place(x)
         return F.silu(x, inplace=True) if self.value is F.silu else x.copy_(self.value(x))
 
 
@@ -182,7 +179,16 @@ ACTIVATIONS = {
 def _swish(alpha: float) -> Activation:
     if alpha == 1:
         return ACTIVATIONS["silu"]
-    return Activation(lambda x: x * torch.sigmoid(x * alpha), lambda x: _logistic_grad_(x.mul_(alpha), x.clone()))
+
+    def grad_(x: Tensor) -> Tensor:
+        one = torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
+        result: Tensor = torch.ops.aten.silu_backward.grad_input(one, x.mul_(alpha), grad_input=x)
+        return result
+
+    # silu(alpha x) / alpha, by torch's own passes over SiLU and its derivative.
+    return Activation(
+        lambda x: x * torch.sigmoid(x * alpha), grad_, lambda x: F.silu(x.mul_(alpha), inplace=True).div_(alpha)
+    )
 
 
 def _softcapped_silu(cap: float) -> Activation:
@@ -193,6 +199,22 @@ def _softcapped_silu(cap: float) -> Activation:
         return x.copy_(t).mul_(cap).mul_(rest).add_(t.square_().neg_().add_(1)).mul_(s)
 
     return Activation(lambda x: (x / cap).tanh_().mul_(cap).mul_(torch.sigmoid(x)), grad_)
+
+
+def argument_of(activation: Activation, value: float) -> float | None:
+    """Return where above 0 the activation takes a `value` above 0, None if nowhere: all rows increase there.
+
+    A limit on the activation's value is this limit on the gate: the same values, the same mask.
+    """
+    low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    while activation.value(high) < value:
+        if high > _NO_LIMIT:
+            return None
+        low, high = high, high * 2
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if activation.value(middle) < value else (low, middle)
+    return float(high.float())
 
 
 @functools.cache
@@ -206,15 +228,17 @@ def gating_of(gate: Gate) -> Gating:
     elif gate.gate_softcap is not None:
         activation = _softcapped_silu(gate.gate_softcap)
     plain = activation is ACTIVATIONS["silu"]
-    offset = gate.up_offset
+    gate_max, offset = gate.gate_max, gate.up_offset
+    if gate.act_max is not None:
+        found = (gate_max, argument_of(activation, gate.act_max))
+        gate_max = min((limit for limit in found if limit is not None), default=None)
     high, low = (None if limit is None else limit + offset for limit in (gate.up_max, gate.up_min))
     return Gating(
         None if plain else activation.value_,
         None if plain else activation.grad_,
-        (gate.gate_max, gate.gate_min),
+        (gate_max, gate.gate_min),
         (high, low),
         not gate.gated,
-        gate.act_max,
         gate.up_softcap,
         offset,
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gating import Gating, mask_
 
 
 class SwiGLUGrad(NamedTuple):
@@ -62,7 +62,7 @@ class SwiGLUGrad(NamedTuple):
             self.round_(slope.mul_(up_value)).mul_(d_int)
         else:
             gating.slope(gate, d_int.mul_(up_value), out=d_gate)
-        gating.mask_gate_(d_gate, gate, act)
+        mask_(d_gate, gate, gating.gate_limits)
 
     def _activate(
         self, gate: Tensor, up: Tensor, act: Tensor, product: Tensor, kept_act: Tensor | None, kept: Tensor | None

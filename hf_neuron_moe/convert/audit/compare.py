@@ -120,7 +120,8 @@ class Comparison:
         ranks = len({rank for _, rank in groups})
         manifest = self._manifest
         bf16_floor = BF16_FLOOR_DB if any(map(manifest.was_rounded, manifest.weights[weight])) else math.inf
-        mx_floor = MX_FLOORS_DB.get(manifest.options.precision, {}).get(manifest.options.rule, math.inf)
+        options = manifest.options.of(weight)
+        mx_floor = MX_FLOORS_DB.get(options.precision, {}).get(options.rule, math.inf)
         for tensors in groups.values():
             scales = next((tensor for tensor in tensors if tensor.layout in SCALES), None)
             (values,) = [tensor for tensor in tensors if tensor is not scales]
