@@ -20,7 +20,6 @@ from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.modules.experts_calls import ROUTED
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.precision_map import PrecisionMap
@@ -154,7 +153,7 @@ def _convertible(candidate: Candidate) -> Candidate:
     if form is None:
         return _as_convertible_mlp(candidate)
     reason = None
-    if form.call != ROUTED:
+    if not form.routed:
         reason = "its class is not decorated with transformers' use_experts_implementation, which convert asks for"
     elif form.post_norm is not None or not form.gate.gated:
         reason = "convert has no layout for experts without a gate or with a norm after them"

@@ -59,9 +59,14 @@ class ExpertsForm:
         return (self.gate_up, f"{self.gate_up}_bias", self.down, f"{self.down}_bias")
 
     @property
+    def routed(self) -> bool:
+        """Whether it is called with hidden states, ids and weights, as decorated classes are."""
+        return self.call == ROUTED
+
+    @property
     def plain(self) -> bool:
         """Whether the operator alone computes it, from ids and weights, without biases or anything after it."""
-        return self.call == ROUTED and not self.biased and self.post_norm is None
+        return self.routed and not self.biased and self.post_norm is None
 
     @property
     def stock_only(self) -> str | None:

@@ -154,7 +154,8 @@ def test_bf16_experts_are_documented_for_trn2_only(machine: Start) -> None:
 
 def test_a_gate_of_pytorch_alone_is_left_to_it(machine: Start, monkeypatch: Any) -> None:
     """A new row of the torch backend says nothing about the kernels: they decline by themselves."""
-    monkeypatch.setitem(gating.ACTIVATIONS, "tanh", gating.Activation(torch.tanh, torch.ones_like))
+    tanh = gating.Activation(torch.tanh, lambda x: x.tanh_().square_().neg_().add_(1))
+    monkeypatch.setitem(gating.ACTIVATIONS, "tanh", tanh)
     monkeypatch.setitem(
         structure.ACTIVATIONS, "tanh", structure.Recognized("tanh", lambda found: isinstance(found, torch.nn.Tanh))
     )
