@@ -306,7 +306,7 @@ def _judge_kinds(options: Options, device: Device, adapter: Adapter) -> dict[str
 def _judge(block: Block, options: Options, device: Device, adapter: Adapter) -> str | None:
     """Why no kernel computes `block` in this run."""
     reason = unsupported_reason(block, device, adapter)
-    if reason is not None or block.kind != "experts":
+    if reason is not None:
         return reason
     batches = {"per_device_train_batch_size": options.training.per_device_train_batch_size}
     if options.data.eval_files or options.data.eval_split or options.data.eval_share:

@@ -20,6 +20,7 @@ from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
+from hf_neuron_moe.modules.experts_calls import ROUTED
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.precision_map import PrecisionMap
@@ -72,7 +73,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     source = read_source(directory)
     model = meta_model(directory, source)
     assignments = assign_sources(model, source)
-    candidates = discover(model)
+    candidates = [_convertible(candidate) for candidate in discover(model)]
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     weights = {
         weight.name: weight
@@ -127,6 +128,19 @@ def _left(
         if kept:
             left[module] = LeftModule(reason, len(kept), sum(tensor.nbytes for tensor in kept))
     return left
+
+
+def _convertible(candidate: Candidate) -> Candidate:
+    """The candidate, refused where its converted weights could not be loaded."""
+    form = candidate.form
+    if candidate.reason is not None or form is None:
+        return candidate
+    reason = None
+    if form.call != ROUTED:
+        reason = "its class is not decorated with transformers' use_experts_implementation, which convert asks for"
+    elif form.post_norm is not None or not form.gate.gated:
+        reason = "convert has no layout for experts without a gate or with a norm after them"
+    return candidate if reason is None else replace(candidate, reason=reason)
 
 
 def _prefix(module: str) -> str:

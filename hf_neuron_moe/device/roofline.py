@@ -177,6 +177,11 @@ class TorchBlock(Block):
     """A block as the torch backend pads it, in place of a kernel."""
 
     @property
+    def blockwise(self) -> bool:
+        """Whether tokens are sorted into blocks of experts."""
+        return self.kind == "experts"
+
+    @property
     def padded(self) -> tuple[int, int]:
         """H and I in multiples of 128."""
         return padded_size(self.hidden), padded_size(self.inner)

@@ -126,7 +126,8 @@ class NeuronSwiGLUMLP(NeuronBlock):
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
         down: Any = self._modules.get(self.neuron_roles.down)
         hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
-        return SavedBlock(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
+        config = self.neuron_config
+        return SavedBlock(config.precision, hidden, inner, None, config.backend, gate=self.neuron_gate)
 
     def _unsupported_reason_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
@@ -145,7 +146,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 return f"{name} is {reason}"
         if roles.activation is not None:
             activation = self._attribute(roles.activation)
-            changed = unsupported_activation(activation, self.neuron_gate)
+            changed = unsupported_activation(activation, self.neuron_gate.act)
             if changed is not None:
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
@@ -216,7 +217,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         comes from memory again: they are as few as possible.
         """
         watch = self.neuron_watch
-        if watch is None or is_compiling() or not hidden_states.is_cpu:
+        if watch is None or is_compiling() or not hidden_states.is_cpu or not self.neuron_gate.reads_up_as_it_is:
             return None
         weights = None if torch.is_autocast_enabled("cpu") else watch.unchanged(self)
         if weights is None or len(weights) != 3:  # a fused gate_up_proj is cut in two elsewhere

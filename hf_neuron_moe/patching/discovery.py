@@ -19,24 +19,27 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.experts import expert_rules
+from hf_neuron_moe.modules.experts_calls import known_call
+from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts
+from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (
+    act_of,
     describe_activation,
     gate_of,
     has_call_hooks,
-    is_decorated_experts,
     is_inert,
     supported_activations,
     unsupported_reason_plain_linear,
-    unsupported_reason_swiglu_experts,
 )
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
+from hf_neuron_moe.patching.experts_probe import probe_experts
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
-from hf_neuron_moe.patching.probe import probe_dense, probe_experts
+from hf_neuron_moe.patching.probe import probe_dense
 
 MLP, EXPERTS = "mlp", "experts"
 
@@ -59,21 +62,26 @@ class Candidate:
     module: nn.Module
     reason: str | None = None  # why the kernels cannot compute it; None where they can
     roles: DenseRoles | None = None  # which attribute plays which part, for a dense MLP that can be patched
+    form: ExpertsForm | None = None  # how an experts module computes that can be patched
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)  # ``(E, H, I)``; E is None for a dense MLP
     top_k: int | None = None  # experts per token; None for a dense MLP, 0 where the model does not say
     gated: bool = True  # False for two projections in a row, which no kernel here is meant for
     listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
 
     @property
-    def gate(self) -> str:
-        """The name of its gate, where the kernels can compute it."""
-        name = "act_fn" if self.roles is None else self.roles.activation
-        return "silu" if name is None else gate_of(getattr(self.module, name)) or "silu"
+    def gate(self) -> Gate:
+        """Its gate, where the kernels can compute it."""
+        if self.form is not None:
+            return self.form.gate
+        name = None if self.roles is None else self.roles.activation
+        return (None if name is None else gate_of(getattr(self.module, name))) or SWIGLU
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
         """The kernel home's parameters."""
-        return self.roles.rules if self.roles is not None else expert_rules(bool(self.module.is_transposed))
+        parts = self.roles if self.roles is not None else self.form
+        assert parts is not None, "a block that cannot be patched has no parameters in kernel layout"
+        return parts.rules
 
 
 def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
@@ -88,6 +96,9 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
     top_ks = _top_ks(model, {key for key, (kind, _) in found.items() if kind == EXPERTS})
     listed = _listed(model, {key for key, (kind, _) in found.items() if kind == MLP})
     judged = {key: _judge(names[key], kind, module) for key, (kind, module) in found.items()}
+    whole = (each.module for each in judged.values() if each.kind == EXPERTS and each.reason is None)
+    parts = {id(part) for module in whole for child in module.children() for part in child.modules()}
+    judged = {key: each for key, each in judged.items() if key not in parts}
     return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
 
 
@@ -124,6 +135,8 @@ def _kind(module: nn.Module) -> str | None:
     stacked = any(param.dim() == 3 for param in module._parameters.values() if param is not None)
     if is_decorated_experts(module) or (stacked and (named or class_name.endswith(_EXPERTS_SUFFIX))):
         return EXPERTS
+    if module._modules and known_call(module) is not None:
+        return EXPERTS
     return MLP if named or (class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2) else None
 
 
@@ -145,7 +158,8 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
     A fused gate and up projection has twice the rows that the projection after it has columns.
     """
     if kind == EXPERTS:
-        return bool(getattr(module, "has_gate", True))
+        stacks = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
+        return bool(getattr(module, "has_gate", True)) and len(stacks) != 1
     matrices = _matrices(module)
     if len(matrices) != 2 or _has_dense_names(module):
         return True
@@ -158,7 +172,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     if kind == MLP and not base.gated:
         return replace(base, reason="it has no gate: two projections in a row")
     if kind == EXPERTS:
-        return replace(base, reason=next(_experts_reasons(module), None), sizes=_expert_sizes(module))
+        return _judge_experts(replace(base, sizes=_expert_sizes(module)))
     try:
         roles = dense_roles(type(module).forward, _inert(module))
     except NotSwiGLU as answer:
@@ -215,7 +229,7 @@ def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
             yield f"{name} is {reason}"
     if roles.activation is not None:
         activation = getattr(module, roles.activation, None)
-        if gate_of(activation) is None:
+        if act_of(activation) is None:
             yield f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
         if isinstance(activation, nn.Module) and has_call_hooks(activation):
             yield f"{roles.activation} has hooks, which the operator would not call"
@@ -237,11 +251,22 @@ def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Ite
         yield difference
 
 
-def _experts_reasons(module: nn.Module) -> Iterator[str]:
-    yield from _instance_reasons(module)
-    if (reason := unsupported_reason_swiglu_experts(module)) is not None:
-        yield reason
-    parameters: dict[str, Any] = {**module._parameters}
+def _judge_experts(base: Candidate) -> Candidate:
+    if not base.gated and not is_decorated_experts(base.module):
+        return replace(base, reason="it has one projection per expert, no gate")
+    reason = next(_instance_reasons(base.module), None)
+    if reason is not None:
+        return replace(base, reason=reason)
+    try:
+        form = read_experts(base.module)
+    except UnknownForm as answer:
+        return replace(base, reason=str(answer))
+    reason = next(_experts_reasons(base.module, form), None)
+    return replace(base, reason=reason, form=form, sizes=form.sizes(base.module))
+
+
+def _experts_reasons(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
+    parameters: dict[str, Any] = dict(module.named_parameters())
     for name, param in parameters.items():
         if param is None or type(param) is FakeTensor:
             continue
@@ -249,7 +274,7 @@ def _experts_reasons(module: nn.Module) -> Iterator[str]:
             kind = with_article(type(param).__name__)
             yield f"its {name} is {kind} of {type(param.data).__name__}, not a plain parameter"
     yield from _dtype_reasons(module)
-    if (difference := probe_experts(module)) is not None:
+    if (difference := probe_experts(module, form)) is not None:
         yield difference
 
 

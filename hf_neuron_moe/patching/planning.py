@@ -88,7 +88,9 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     """
     backend = resolve_backend(config.backend, _device(candidate))
     kernels = get_backend(backend)
-    layout = kernels.default_layout if config.weights == "auto" else config.weights
+    fixed = candidate.form is not None and candidate.form.stock_only is not None
+    preferred = "stock" if fixed else kernels.default_layout
+    layout = preferred if config.weights == "auto" else config.weights
     precision = precision_of(config.precision, (candidate.name, *candidate.aliases))
     resolved = replace(config, precision=precision, backend=backend, weights=layout, activations="minimal")
     spec = BlockSpec(precision, config.block_size, gate=candidate.gate)
@@ -114,10 +116,14 @@ def _shape(candidate: Candidate, layout: str) -> BlockShape:
     experts, hidden, inner = candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused before"
     roles = candidate.roles
-    ordered = len(roles.inputs) == 1 if roles is not None else bool(candidate.module.is_transposed)
+    form = candidate.form
+    ordered = len(roles.inputs) == 1 if roles is not None else form is not None and form.ordered
     dtype = getattr(*stock_slot(candidate.module, candidate.rules[0].stock[0])).dtype
     top_k = None if experts is None else candidate.top_k
-    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered or layout == "kernel", dtype)
+    biased = form is not None and form.biased
+    return BlockShape(
+        candidate.kind, hidden, inner, experts, top_k, ordered or layout == "kernel", dtype, (biased, biased)
+    )
 
 
 def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
@@ -135,6 +141,9 @@ def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
 
 def _layout_reasons(candidate: Candidate, around: _Surroundings) -> Iterator[str]:
     """Yield why its weights cannot have the kernels' layout."""
+    if candidate.form is not None and candidate.form.stock_only is not None:
+        yield f"{candidate.form.stock_only}; use weights='stock'"
+        return
     if id(candidate.module) in around.wrapped:
         yield "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
     for child in candidate.module.modules():
@@ -167,6 +176,7 @@ def _entry(candidate: Candidate, status: str) -> PatchEntry:
         hidden_size=H,
         intermediate_size=I,
         gated=candidate.gated,
+        one_by_one=candidate.name.rpartition(".")[0] if candidate.listed else "",
     )
 
 

@@ -46,6 +46,7 @@ class PatchEntry:
     gated: bool = True  # False for a block without a gate, which stays stock and which ``strict`` does not count
     products: str = ""  # how PyTorch multiplies in the block, which its processor decides; empty where it does not
     precision: str | None = None  # the block's own; None where it is not patched
+    one_by_one: str = ""  # the ModuleList that holds it, if all its modules are MLPs: experts of remote code
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -172,10 +173,20 @@ def _formatted(form: str, value: float | None, unit: int = 1) -> str | None:
 
 
 def _table(entries: Sequence[PatchEntry]) -> list[str]:
-    """A header and a line per entry; what is unknown or does not apply is a dash. One precision of all is no column."""
+    """A header and a line per entry, or per list of equal MLPs; what is unknown or does not apply is a dash.
+
+    One precision of all is no column.
+    """
     alike = len({entry.precision for entry in entries if entry.precision}) < 2
     columns = {name: column for name, column in _COLUMNS.items() if not (alike and name == "precision")}
-    values = [[column(entry) for column in columns.values()] for entry in entries]
+    names: dict[tuple[object, ...], list[str]] = {}
+    for entry in entries:
+        name, *others = (column(entry) for column in columns.values())
+        names.setdefault((entry.one_by_one or name, *others), []).append(str(name))
+    values = [
+        [found[0] if len(found) == 1 else f"{of}.* ({len(found)} experts, computed one by one)", *others]
+        for (of, *others), found in names.items()
+    ]
     rows = [list(columns), *(["-" if value is None else str(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
