@@ -225,7 +225,7 @@ def roofline(
         for name in whole.names:
             names[own.get(name) or precision_of(precision, (name,))].append(name)
         for each, alike in names.items():
-            group = replace(whole, names=tuple(alike))
+            group = whole if len(names) == 1 else replace(whole, names=tuple(alike))
             by_keep: dict[str, Counter[str]] = defaultdict(Counter)
             for policy, keeps in kept.items():
                 for name in group.names:
