@@ -33,7 +33,8 @@ ReadStored = Callable[[SourceTensor, int | None, slice | None], torch.Tensor]
 def values_shape(encoding: Encoding) -> tuple[int, ...]:
     """Shape of the tensor of values; an error names codes or scales that do not fit each other."""
     codes, scales = encoding.codes, encoding.scales
-    if len(codes.shape) not in _CODE_AXES.get(codes.dtype, ()) or 0 in codes.shape:
+    known = len(codes.shape) in _CODE_AXES.get(codes.dtype, ()) and (codes.dtype == "U8" or not encoding.transposed)
+    if not known or 0 in codes.shape:
         expected = "codes of FP8 (F8_E4M3), of packed FP4 (I8) or of MXFP4 (U8, four axes)"
         raise _misfit(codes, expected, f"{codes.dtype} of shape {list(codes.shape)}")
     *experts, N, K = codes.shape if codes.dtype != "U8" else codes.shape[:-1]
