@@ -19,9 +19,9 @@ from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.convert.source_formats import QUANTIZATION_CONFIG, unquantized
 from hf_neuron_moe.precision_map import PrecisionMap
 
-QUANTIZATION_CONFIG = "quantization_config"
 CARD_FILE = "README.md"
 TITLE = "## Weight layout"
 
@@ -64,7 +64,11 @@ def rewritten_files(plan: ConversionPlan) -> tuple[dict[str, bytes], dict[str, s
     before: dict[str, str | None] = {CONFIG_FILE: _text(directory / CONFIG_FILE), CARD_FILE: None}
     if (directory / CARD_FILE).is_file():
         before[CARD_FILE] = _text(directory / CARD_FILE)
-    config = json.loads(before[CONFIG_FILE] or "") | {QUANTIZATION_CONFIG: quantization_config(plan.options)}
+    content = json.loads(before[CONFIG_FILE] or "")
+    if plan.source.format is not None:  # an export holds bf16 values, not what the source's entry describes
+        content = unquantized(content)
+        before[CONFIG_FILE] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    config = content | {QUANTIZATION_CONFIG: quantization_config(plan.options)}
     card = before[CARD_FILE] or ""
     gap = "\n" if card.endswith("\n") else "\n\n" if card else ""
     after = {
@@ -105,7 +109,9 @@ def section(plan: ConversionPlan) -> str:
         padding = "zeros at the end of " + " and ".join(f"{axis} (up to {zeros[axis]})" for axis in sorted(zeros))
     if plan.left:
         kept += f"; {len(plan.left)} modules that the kernels cannot compute"
+    method = plan.source.format.method if plan.source.format is not None else ""
     rows = {
+        "source": f"{method}, decoded to bf16" if method else "",
         "precision": _spelled_out(options),
         "layout": ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(layouts.items())),
         "for": purpose,

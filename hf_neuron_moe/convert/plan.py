@@ -11,9 +11,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from hf_neuron_moe.convert.assign import Assignment, assign_sources, meta_model, natural_key
+from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
-from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, read_source
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
@@ -35,6 +35,17 @@ class ConversionPlan:
     copied: dict[str, SourceTensor]  # Tensors copied unchanged, by name
     tensors: tuple[WrittenTensor, ...]  # Every tensor to write, with its shard; no checksums yet
     left: dict[str, LeftModule]  # Modules that stay in their source form although they look like MLPs or experts
+
+    def source_files(self, weight: str) -> set[str]:
+        """The files that a weight, or a copied tensor, is read from."""
+        encodings, pieces = self.source.encodings, self.pieces[weight]
+        scales = {encodings[piece.source].scales.file for piece in pieces if piece.source in encodings}
+        return scales | {piece.file for piece in pieces}
+
+    def source_bytes(self, weight: str) -> int:
+        """Bytes that are read for a weight, or a copied tensor."""
+        encodings = self.source.encodings
+        return sum((encodings.get(piece.source) or piece).nbytes for piece in self.pieces[weight])
 
     @property
     def output_bytes(self) -> int:
@@ -69,9 +80,9 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
 @public("convert")
 def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     """Plan the conversion of a folder that was found to be a checkpoint's."""
-    source = read_source(directory)
+    source = read_checkpoint(directory)
     model = meta_model(directory, source)
-    assignments = assign_sources(model, source)
+    source, assignments = assign_values(model, source)
     candidates = [_convertible(candidate) for candidate in discover(model)]
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     weights = {
@@ -176,6 +187,7 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
     else:
         members = {name: [prefix + name] for name in ("gate_up_proj", "down_proj")}
         suffix, transposed = "", bool(candidate.module.is_transposed)
+    interleaved = candidate.kind == EXPERTS and not getattr(candidate.module, "is_concatenated", True)
     weights = []
     for role, names in members.items():
         pieces: list[Piece] = []
@@ -184,6 +196,8 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
             shape = tuple(model.get_parameter(name).shape)
             pieces += _pieces(name, assignments.get(name), shape, start, transposed)
             start += shape[-1 if transposed else -2]
+        if interleaved and role == "gate_up_proj":
+            pieces = [replace(piece, interleaved=True) for piece in pieces]
         contraction = shape[-2 if transposed else -1]
         dtypes = sorted({piece.dtype for piece in pieces})
         weight = FusedWeight(prefix + role + suffix, (*shape[:-2], start, contraction), tuple(pieces))

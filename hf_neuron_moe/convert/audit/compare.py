@@ -111,7 +111,8 @@ class Comparison:
         for piece in sorted(self._manifest.weights[weight], key=lambda piece: piece.start):
             if piece.holds_experts or piece.expert == expert:
                 matrix = self._source.read(piece.file, piece.source, expert if piece.holds_experts else None)
-                rows.append(matrix.t() if piece.transposed else matrix)
+                matrix = matrix.t() if piece.transposed else matrix
+                rows += [matrix[0::2], matrix[1::2]] if piece.interleaved else [matrix]
         return torch.cat(rows)
 
     def pairs(self, weight: str, expert: int | None, original_FK: Tensor) -> Iterator[Pair]:
