@@ -214,12 +214,17 @@ def as_activations(value: Any) -> Activations:
 
 def activations_from_text(text: str, argument: str) -> Any:
     """Read the value of the command line's option `argument`: a JSON object as a mapping, any other text as it is."""
+    return mapping_from_text(text, argument, "a name, a budget or a JSON object")
+
+
+def mapping_from_text(text: str, argument: str, expected: str) -> Any:
+    """Return the mapping that a JSON object in `text` is, and any other text as it is; ConfigError for broken JSON."""
     if not text.lstrip().startswith("{"):
         return text
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise _refuse(argument, "a name, a budget or a JSON object", f"{text!r} ({error})") from error
+        raise _refuse(argument, expected, f"{text!r} ({error})") from error
 
 
 _FORMS = (

@@ -14,6 +14,7 @@ from hf_neuron_moe.activation_policy import (
     to_plain,
 )
 from hf_neuron_moe.errors import ConfigError, nearest, public
+from hf_neuron_moe.precision_map import as_precision, precisions_in
 
 QUANT_METHOD = "neuron_moe"
 """Value of ``quant_method`` in the ``quantization_config`` of a converted checkpoint."""
@@ -60,6 +61,9 @@ class NeuronMoEConfig:
         precision: ``"bf16"``: operands of every matmul are bfloat16, accumulation is fp32. ``"mxfp8"``: both operands
             of every matmul are quantized to MXFP8 (e4m3, Neuron block-scale rule) along its contraction axis.
             ``"fp32"``: exact; for tests and for CPUs. This holds whatever the dtype of the parameters is.
+            A mapping gives blocks their own, by glob over module names: ``{"*": "mxfp8", "model.layers.0.*": "bf16"}``.
+            ``"*"`` is needed and holds for blocks that no other glob matches. Every other glob must match a block, and
+            those that match the same block must agree.
         backend: ``"torch"`` computes the kernels' contract with PyTorch on any device, ``"neuron"`` calls nkilib's
             kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by device.
         weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views; ``"kernel"``
@@ -82,7 +86,7 @@ class NeuronMoEConfig:
             the report says so and why.
     """
 
-    precision: str = "bf16"
+    precision: Any = "bf16"
     backend: str = "auto"
     weights: str = "auto"
     block_size: int = 512
@@ -97,8 +101,8 @@ class NeuronMoEConfig:
 
     @public("NeuronMoEConfig")
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", as_precision(self.precision, PRECISIONS))
         choices = {
-            "precision": PRECISIONS,
             "backend": ("auto", *BACKENDS, *PLANNED_BACKENDS),
             "weights": WEIGHT_LAYOUTS,
             "fallback": FALLBACKS,
@@ -110,7 +114,8 @@ class NeuronMoEConfig:
                 fix = f"Choose one of these.{_hint(name, value, allowed)}"
                 raise ConfigError.about(name, f"one of {', '.join(allowed)}", repr(value), fix)
         object.__setattr__(self, "activations", as_activations(self.activations))
-        check_for_precision(self.activations, self.precision)
+        kinds = precisions_in(self.precision)  # of a map, patch_model checks each block's own
+        check_for_precision(self.activations, "mxfp8" if "mxfp8" in kinds else kinds[0])
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             fix = "512 suits most models; smaller blocks pad less when experts get few tokens."
             raise ConfigError.about("block_size", f"one of {BLOCK_SIZES}", repr(self.block_size), fix)
@@ -118,7 +123,8 @@ class NeuronMoEConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values that ``json.dumps`` accepts; :meth:`from_dict` is the inverse."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {"activations": to_plain(self.activations)}
+        precision = dict(self.precision) if isinstance(self.precision, Mapping) else self.precision
+        return values | {"precision": precision, "activations": to_plain(self.activations)}
 
     @classmethod
     @public("NeuronMoEConfig.from_dict")

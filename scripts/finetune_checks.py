@@ -43,6 +43,7 @@ from hf_neuron_moe.backends.neuron.limits import (
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING, BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, naming, nearest
+from hf_neuron_moe.precision_map import precision_of, precisions_in, spelled
 
 _ANY_SIZE = 1024
 """H and I that every kernel takes, for a model whose sizes are not known yet."""
@@ -218,7 +219,8 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
         without = judged if all(judged.values()) else {}
     else:
         chosen = [group for group in found if _is_chosen(group, training.neuron_include, training.neuron_exclude)]
-        judged, prefix = {group.label: _judge(_block(group, options), options, device, adapter) for group in chosen}, ""
+        blocks = {label: block for group in chosen for label, block in _blocks(group, options).items()}
+        judged, prefix = {label: _judge(block, options, device, adapter) for label, block in blocks.items()}, ""
         without = {label: why for label, why in judged.items() if why}
         if not training.neuron_strict and len(without) < len(judged):
             without = {}
@@ -228,7 +230,7 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
         raise _bad(
             "neuron_precision, neuron_block_size and the length of batches",
             f"ones that the {device.platform} kernels compute (backend {training.neuron_backend})",
-            "; ".join(f"{label} ({training.neuron_precision}): {why}" for label, why in without.items()),
+            "; ".join(f"{label} ({spelled(training.neuron_precision)}): {why}" for label, why in without.items()),
             f"{'Set NEURON_LOGICAL_NC_CONFIG=2, change' if of_lnc else 'Change'} the option, or set neuron_fallback: "
             "torch, with which PyTorch computes such blocks on the device.",
         )
@@ -280,22 +282,31 @@ def _is_chosen(group: BlockGroup, include: list[str] | None, exclude: list[str] 
     return any((not include or matches(name, include)) and not matches(name, exclude or []) for name in group.names)
 
 
-def _block(group: BlockGroup, options: Options) -> Block:
-    return group.block(options.training.neuron_precision, options.training.neuron_block_size)
+def _blocks(group: BlockGroup, options: Options) -> dict[str, Block]:
+    """The group's blocks by label, one for each precision that they have."""
+    precision = options.training.neuron_config().precision
+    own = sorted({precision_of(precision, (name,)) for name in group.names})
+    labels = [group.label if len(own) == 1 else f"{group.label} in {name}" for name in own]
+    return {label: group.block(name, options.training.neuron_block_size) for label, name in zip(labels, own)}
 
 
 def _judge_kinds(options: Options, device: Device, adapter: Adapter) -> dict[str, str | None]:
     """The same by kind of block, for a model that nothing is known of."""
     training = options.training
     kinds = {"dense MLPs": "mlp", "experts": "experts"}
-    size = (training.neuron_precision, _ANY_SIZE, _ANY_SIZE, training.neuron_block_size)
-    return {words: _judge(Block(kind, *size), options, device, adapter) for words, kind in kinds.items()}
+    own = precisions_in(training.neuron_config().precision)
+    sizes = (_ANY_SIZE, _ANY_SIZE, training.neuron_block_size)
+    return {
+        words if len(own) == 1 else f"{words} in {name}": _judge(Block(kind, name, *sizes), options, device, adapter)
+        for words, kind in kinds.items()
+        for name in own
+    }
 
 
 def _judge(block: Block, options: Options, device: Device, adapter: Adapter) -> str | None:
     """Why no kernel computes `block` in this run."""
     reason = unsupported_reason(block, device, adapter)
-    if reason is not None or block.kind != "experts":
+    if reason is not None:
         return reason
     batches = {"per_device_train_batch_size": options.training.per_device_train_batch_size}
     if options.data.eval_files or options.data.eval_split or options.data.eval_share:

@@ -37,13 +37,15 @@ def conversion_of(config: bytes) -> str | None:
         config: the bytes of a ``config.json``.
 
     Returns:
-        ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``; None where it is no such checkpoint or cannot be read.
+        ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``, of several one of frozen blocks; None where it is no such checkpoint or
+        cannot be read.
     """
     mark = _content(config).get(MARK)
     if not isinstance(mark, dict) or mark.get("quant_method") != QUANT_METHOD:
         return None
     precision = mark.get("precision")
-    return precision if precision in PRECISIONS else None
+    names = precision.values() if isinstance(precision, dict) else [precision]
+    return max((name for name in names if name in PRECISIONS), key=FROZEN.__contains__, default=None)
 
 
 def without_mark(config: bytes) -> bytes:

@@ -26,6 +26,7 @@ from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.device.installed import Installation, inspect_installation
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_SDK, DocumentedAdapter
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError
+from hf_neuron_moe.precision_map import spelled
 
 CORES_PER_CHIP = 8
 """Physical NeuronCores on a Trn2 and on a Trn3 chip."""
@@ -108,7 +109,8 @@ def check_options(options: Options) -> list[str]:
     if training.neuron_backend == "auto":
         remedy = "Set neuron_backend: neuron. auto decides while the model is still on the CPU, and takes torch."
         raise _bad("neuron_backend", "named: neuron, or torch to compare with", "auto", remedy)
-    lines = f"options: {training.neuron_precision} blocks, backend {training.neuron_backend}, to {training.output_dir}"
+    precision, folder = spelled(training.neuron_precision), training.output_dir
+    lines = f"options: {precision} blocks, backend {training.neuron_backend}, to {folder}"
     return [lines if training.neuron_backend in NEURON_BACKENDS else f"{lines}; PyTorch computes the blocks, no kernel"]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends.base import BackwardCall
-from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
 
 
 class FlatBackend:
@@ -58,13 +58,14 @@ class FlatBackend:
     ) -> Any:
         transposed, precision, block_size, keep = options
         spec = BlockSpec(precision, block_size, transposed)
-        return self.backend.experts_forward(x, Routing(index, weight), (gate_up, down), spec, parse_keep(keep))
+        weights = ExpertWeights(gate_up, down)
+        return self.backend.experts_forward(x, Routing(index, weight), weights, spec, parse_keep(keep))
 
     def experts_backward(
         self, dout: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
     ) -> Any:
         saved, transposed, precision, block_size, keep, *wants = rest
-        operands = (dout, x, Routing(index, weight), (gate_up, down), saved)
+        operands = (dout, x, Routing(index, weight), ExpertWeights(gate_up, down), saved)
         spec = BlockSpec(precision, block_size, transposed)
         return self.backend.experts_backward(*operands, BackwardCall(spec, parse_keep(keep), Wants(*wants)))
 

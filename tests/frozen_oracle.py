@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.formats import fake_quantize_mx
+from tests.backends.test_gates import formula
 
 
 def through(x: Tensor, scheme: str, width: int | None = None) -> Tensor:
@@ -24,13 +26,21 @@ def oracle(
     scale: Tensor | None = None,
     *,
     after: bool = False,
+    gate: Gate = SWIGLU,
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One network, in the dtype of `x` (float64 or fp32), on the codes' values.
+    """One network, in the dtype of `x` (float64 or fp32), on the codes' values; `biases` of gate_up and down.
 
     `scale` multiplies the product, or with `after` the output; its gradient, too, counts rounding as the identity.
     """
-    gate, up = (through(x, schemes[0]) @ gate_up.to(x.dtype).T).chunk(2, dim=-1)
-    product, weights = F.silu(gate) * up, down.to(x.dtype).T
+    sums = through(x, schemes[0]) @ gate_up.to(x.dtype).T
+    g, u = (sums if biases is None else sums + biases[0].to(x.dtype)).chunk(2, dim=-1)
+    product, weights = formula(gate, g, u), down.to(x.dtype).T
+    if biases is not None:
+        assert not after, "words have no biases in these tests"
+        factor = x.new_ones(len(x)) if scale is None else scale
+        hidden = through(product * factor[:, None], schemes[1], width)
+        return hidden @ weights + factor[:, None] * biases[1].to(x.dtype)
     if scale is None or not after:
         return through(product if scale is None else product * scale[:, None], schemes[1], width) @ weights
     fixed = scale.detach()

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DbrxConfig,
+    DeepseekV4Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
@@ -35,20 +44,116 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 8}),
     "phi3": (Phi3Config, {}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 8}),
+    "llama_biased": (LlamaConfig, {"mlp_bias": True}),
+    "mixtral": (MixtralConfig, _LOCAL),
     "qwen2_moe": (Qwen2MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": (Qwen3MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "head_dim": 8}),
     "olmoe": (OlmoeConfig, _ROUTED),
+    "gpt_oss": (GptOssConfig, {**_LOCAL, "head_dim": 8, "swiglu_limit": 0.75}),
+    "deepseek_v4": (
+        DeepseekV4Config,
+        {
+            **_LOCAL,
+            "head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "mlp_layer_types": ["moe", "moe"],
+            "swiglu_limit": 0.5,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 4,
+        },
+    ),
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            **_LOCAL,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "longcat_flash": (
+        LongcatFlashConfig,
+        {
+            "num_layers": 1,
+            "num_key_value_heads": 4,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 8,
+        },
+    ),
+    "dbrx": (
+        DbrxConfig,
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 24, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    "jetmoe": (
+        JetMoeConfig,
+        {**_LOCAL, "kv_channels": 8, "num_key_value_heads": 2, "activation_function": "silu"},
+    ),
+    "nemotron_h": (
+        NemotronHConfig,
+        {
+            "layers_block_type": ["moe", "attention", "moe"],
+            "num_hidden_layers": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 8,
+        },
+    ),
 }
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 FAMILIES = (*DENSE, *MOE)
+OTHER_GATES = ("gpt_oss", "deepseek_v4", "gemma4", "nemotron_h")
+OTHER_CALLS = ("llama4", "longcat_flash", "dbrx", "jetmoe")
+"""Families whose experts have no flags and are called in other ways."""
+"""Families whose experts have another gate than ``silu(gate) * up``, biases, or another layout."""
 WEIGHT_LAYOUTS = ("stock", "kernel")
 SOME_SLOW_LAYOUTS = ["stock", pytest.param("kernel", marks=pytest.mark.slow)]
 """Both, one of them in the fast run."""
@@ -66,7 +171,7 @@ def tiny_model(family: str, **changes: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "mlp" in name:
+            if any(part in name for part in ("mlp", "experts", "feed_forward")):
                 param.normal_(std=0.2)
     return model.train()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, parse_keep
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.errors import BackendUnavailableError
@@ -23,7 +24,9 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 """What a forward saved for its backward: four tensors whose meaning is the policy's; unused ones are empty."""
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Gradients of a backward; those that nobody wants are empty."""
+MLPGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+ExpertsGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Gradients of a backward; those that nobody wants, and those of biases that are not there, are empty."""
 
 
 class BackwardCall(NamedTuple):
@@ -96,7 +99,7 @@ class Backend(Protocol):
         """Return the same for :meth:`quantized_forward`; `rows` is R."""
 
     def mlp_decode(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: Gate
     ) -> Tensor | None:
         """Return ``y [S, H]`` for inference if there is a shorter way for so few rows; None for anything unusual.
 
@@ -109,8 +112,8 @@ class Backend(Protocol):
 
     def mlp_backward(
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
-        """Return the gradients of x, gate, up and down."""
+    ) -> MLPGrads:
+        """Return the gradients of x, then of each field of `weights`."""
 
     def experts_forward(
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
@@ -119,8 +122,8 @@ class Backend(Protocol):
 
     def experts_backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
-        """Return the gradients of x, the routing weights, gate_up and down."""
+    ) -> ExpertsGrads:
+        """Return the gradients of x, the routing weights, then of each field of `weights`."""
 
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import not_one_of, public
 from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, PATCH_ROWS, SwizzleScheme, element_format
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, TILE, unpack_moe_scales
@@ -130,6 +132,7 @@ class MXExpertStack:
     """The projections of E experts, with an axis E in front, or of one network, as :class:`MXMatrix` has them.
 
     Gate and up are the rows of one ``[2I, H]``, gate first. Down is ``[H, I]``; its K may be larger, zeros at the end.
+    Biases are float tensors without a gradient, as long as the projections with their padding.
     """
 
     gate_up_codes: Tensor
@@ -138,6 +141,9 @@ class MXExpertStack:
     down_scales: Tensor
     gate_up_layout: MXLayout
     down_layout: MXLayout
+    gate: Gate = SWIGLU  # one with a gate projection
+    gate_up_bias: Tensor | None = None  # ``[E, 2I]`` or ``[2I]``, gate first
+    down_bias: Tensor | None = None  # ``[E, H]`` or ``[H]``
 
     @property
     def hidden(self) -> int:
@@ -163,8 +169,8 @@ class MXExpertStack:
         """Return one expert's network; None for a dense MLP."""
         if number is None:
             return self
-        names = ("gate_up_codes", "gate_up_scales", "down_codes", "down_scales")
-        return replace(self, **{name: getattr(self, name)[number] for name in names})
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value[number] for name, value in tensors.items()})
 
 
 def column_tiles(down: MXMatrix) -> list[slice]:

@@ -12,19 +12,28 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, parse_keep
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXLayout
 
 
 class FFNWeights(NamedTuple):
-    """Views of the three projections in ``nn.Linear`` orientation; any strides, any float dtype."""
+    """Views of the three projections in ``nn.Linear`` orientation, and biases; any strides, any float dtype."""
 
     gate_IH: Tensor
     up_IH: Tensor
     down_HI: Tensor
+    gate_bias_I: Tensor | None = None
+    up_bias_I: Tensor | None = None
+    down_bias_H: Tensor | None = None
 
 
-ExpertWeights = tuple[Tensor, Tensor]
-"""``gate_up`` and ``down``: ``[E, 2I, H]`` (gate rows first) and ``[E, H, I]``, or the transpose of both."""
+class ExpertWeights(NamedTuple):
+    """The projections of all experts, and biases; a :class:`BlockSpec` says how they lie."""
+
+    gate_up: Tensor  # [E, 2I, H], or [E, I, H] without a gate; the last two dimensions exchanged if ``transposed``
+    down: Tensor  # [E, H, I], likewise
+    gate_up_bias: Tensor | None = None  # [E, 2I] or [E, I], in the order of gate_up's rows
+    down_bias: Tensor | None = None  # [E, H]
 
 
 class Routing(NamedTuple):
@@ -51,8 +60,10 @@ class BlockSpec(NamedTuple):
     """Tokens per block of the blockwise kernels; read for experts only."""
     transposed: bool = False
     """Experts' weights are ``[E, H, 2I]`` and ``[E, I, H]``; never guessed from shapes."""
-    gate: str = "silu"
-    """The name of a row of ``backends/torch/gating.py``."""
+    gate: Gate = SWIGLU
+    interleaved: bool = False
+    """Rows of the experts' gate_up (columns if ``transposed``) alternate: even ones are the gate's, odd ones up's.
+    Otherwise the gate's come first."""
 
 
 class BlockShape(NamedTuple):
@@ -65,6 +76,7 @@ class BlockShape(NamedTuple):
     top_k: int | None = None  # K; None for a dense MLP
     ordered: bool = False  # the weights lie as kernels read them: gate and up in one tensor, or experts transposed
     dtype: torch.dtype = torch.bfloat16  # of the weights
+    biased: tuple[bool, bool] = (False, False)  # whether gate or up, and whether down has a bias
 
 
 class Support(NamedTuple):
@@ -89,7 +101,8 @@ class BlockCall(NamedTuple):
     def encode(self) -> str:
         """Return the call as the string argument of an operator; :meth:`decode` is the inverse."""
         spec = self.spec
-        options = f"{spec.precision}|{spec.block_size}|{spec.transposed:d}|{spec.gate}|{self.keep.text}"
+        weights = f"{spec.block_size}|{spec.transposed:d}|{spec.interleaved:d}"
+        options = f"{spec.precision}|{weights}|{spec.gate.text}|{self.keep.text}"
         layouts = "".join([f"|{layout.key}" for layout in self.layouts])
         return f"{options}|{self.backend}|{self.cache_weights:d}{layouts}"
 
@@ -97,7 +110,7 @@ class BlockCall(NamedTuple):
     @functools.cache
     def decode(text: str) -> BlockCall:
         """Read what :meth:`encode` wrote."""
-        precision, block_size, transposed, gate, keep, backend, cache_weights, *layouts = text.split("|")
-        spec = BlockSpec(precision, int(block_size), transposed == "1", gate)
+        precision, block_size, transposed, interleaved, gate, keep, backend, cache_weights, *layouts = text.split("|")
+        spec = BlockSpec(precision, int(block_size), transposed == "1", Gate.parse(gate), interleaved == "1")
         layout_pair = tuple(MXLayout.from_key(key) for key in layouts)
         return BlockCall(spec, parse_keep(keep), backend, cache_weights == "1", layout_pair)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_neuron_moe.cli.model_folder import quiet_transformers
+from hf_neuron_moe.cli.precision_options import Recipe, precision_asked
 from hf_neuron_moe.cli.progress_line import Update, Watch, in_words, watching
 from hf_neuron_moe.cli.shared_options import (
     AnySource,
@@ -32,7 +33,14 @@ if TYPE_CHECKING:
 def convert(
     source: AnySource,
     destination: Destination,
-    precision: Annotated[str, choice(STORED_PRECISIONS, text="Precision of MLP and expert weights.")] = "bf16",
+    precision: Annotated[
+        str | None, choice(STORED_PRECISIONS, text="Precision of MLP and expert weights. Default: bf16.")
+    ] = None,
+    recipe: Recipe = None,
+    keep_bf16: Annotated[
+        list[str] | None,
+        typer.Option("--keep-bf16", metavar="GLOB", help="Blocks that stay bf16, by module name; repeatable."),
+    ] = None,
     layout: Annotated[str, choice(LAYOUTS, text="Axis order: Hugging Face's fused one or the kernels'.")] = "kernel",
     swizzle: Annotated[
         bool | None, typer.Option("--swizzle/--no-swizzle", help="Swizzle MX operands. Default: in kernel layout.")
@@ -76,7 +84,7 @@ def convert(
 
     quiet_transformers()
     options = ConvertOptions(
-        precision=precision,
+        precision=precision_asked(precision, recipe, keep_bf16),
         layout=layout,
         swizzle=swizzle,
         scales=scales,
@@ -140,8 +148,7 @@ def show_manifest(manifest: Manifest, destination: object, watch: Watch, as_json
         **watch.cost(),
     }
     text = "{converted_weights} weights converted, {copied_tensors} tensors copied, {files} files in {destination}"
-    rounded = rounding_note(manifest) if manifest.options.precision == "bf16" else ""
-    notes = [note for note in (*left_notes(manifest.left), rounded, nonfinite_note(manifest)) if note]
+    notes = (*left_notes(manifest.left), rounding_note(manifest), nonfinite_note(manifest))
     rate = in_words(watch.done / max(watch.seconds, 1e-9))
     cost = f"{in_words(watch.done)} in {watch.seconds:.1f} s ({rate}/s), peak memory {in_words(watch.peak)}"
-    tell(as_json, facts, text.format(**facts), *(f"note: {note}" for note in notes), cost)
+    tell(as_json, facts, text.format(**facts), *(f"note: {note}" for note in notes if note), cost)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from hf_neuron_moe.device.installed import Installation
     from hf_neuron_moe.device.kernel_support import Usable
 
-_NEEDS_OF_KIND = {"mlp": "mlp_", "experts": "moe_"}  # how the needs of each kind of block begin
+_NEEDS_OF_KIND = {"mlp": ("mlp_",), "experts": ("moe_",)}  # how the needs of each kind of block begin
+_OF_BOTH = ("moe_forward", "moe_backward")  # the bf16 kernels of experts compute dense blocks too
 
 
 def show_installation(found: Installation, kinds: Collection[str] = ()) -> None:
@@ -33,8 +34,8 @@ def show_installation(found: Installation, kinds: Collection[str] = ()) -> None:
     typer.echo(f"LNC (physical cores per logical core) {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
     for name, value in found.environment.items():
         typer.echo(f"{name}={value}")
-    wanted = tuple(_NEEDS_OF_KIND[kind] for kind in kinds or _NEEDS_OF_KIND)
-    kernels = [kernel for kernel in found.kernels if kernel.need.startswith(wanted)]
+    wanted = tuple(start for kind in kinds or _NEEDS_OF_KIND for start in _NEEDS_OF_KIND[kind])
+    kernels = [kernel for kernel in found.kernels if kernel.need.startswith(wanted) or kernel.need in _OF_BOTH]
     cells = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in kernels]
     show_table([("kernel for", "in nkilib", "arguments of", "note"), *cells])
     for note in dict.fromkeys(kernel.note for kernel in kernels if kernel.note):
@@ -64,6 +65,9 @@ def show_usable(
             sizes = f"block sizes {', '.join(map(str, answer.block_sizes.get(place, ())))}"
             listed = place in answer.block_sizes and answer.block_sizes[place] and sizes not in (reason or "")
             typer.echo(f"  {place}  {shown}{f'; {sizes}' if listed else ''}")
+        if None in (answer.here, *answer.documented.values()):
+            for note in answer.notes:
+                typer.echo(f"  note  {note}.")
     if any(answer.group.codes for answer in answers):
         typer.echo("MX weights have kernels for inference only. Train adapters on them with fallback='torch'.")
         reasons = [answer.documented["trn3"] or "" for answer in answers if answer.group.codes]

@@ -27,12 +27,12 @@ _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("precision", "layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
-        *("tokens", "layers", "seed", "block_size", "random_weights"),
+        *("tokens", "layers", "seed", "block_size", "random_weights", "recipe", "keep_bf16"),
     )
 } | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
 """What a user of the command typed for the library's arguments, which its errors begin with."""
 
-_DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash")
+_DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash", "yaml")
 """Modules of what the package depends on; ``pip install --no-deps`` leaves them out."""
 
 

@@ -15,10 +15,12 @@ import typer
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
+from hf_neuron_moe.cli.precision_options import Recipe, precision_asked
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
 from hf_neuron_moe.cli.shared_options import BlockSize, Json, choice
 from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, PRECISIONS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchError
+from hf_neuron_moe.precision_map import as_precision, spelled
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +43,8 @@ def estimate(
             help="Preset, budget such as 512KiB/token, or a policy as a JSON object; repeatable. Default: all presets.",
         ),
     ] = None,
-    precision: Annotated[str, choice(PRECISIONS, text="Precision of the blocks.")] = "bf16",
+    precision: Annotated[str | None, choice(PRECISIONS, text="Precision of the blocks. Default: bf16.")] = None,
+    recipe: Recipe = None,
     dtype: Annotated[str | None, choice(tuple(_TORCH_NAMES), text="Of the parameters. Default: config.json's.")] = None,
     optimizer: Annotated[str, choice(OPTIMIZERS, text="Optimizer whose states are counted.")] = "adamw",
     lora_rank: Annotated[
@@ -63,10 +66,10 @@ def estimate(
     With --device also the least time that the step's blocks take. Attention is counted as SDPA saves it.
     Needs no weights and no memory. Temporaries and the device's own needs come on top.
     """
-    configs = {}
+    configs, asked = {}, precision_asked(precision, recipe)
     for text in activations or PRESETS:
         policy = activations_from_text(text, "--activations")
-        configs[text] = NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
+        configs[text] = NeuronMoEConfig(precision=asked, activations=policy, block_size=block_size)
     import torch
 
     from hf_neuron_moe.training.memory_estimate import estimate_training
@@ -80,6 +83,7 @@ def estimate(
         from hf_neuron_moe.device.kernel_support import block_groups
 
         kept, groups = _kept_by_policies(model, configs), block_groups(model)
+        own = _own_precisions(model, configs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
         result = estimate_training(
@@ -96,14 +100,14 @@ def estimate(
         from hf_neuron_moe.device.roofline import Step, roofline
 
         step = Step(result.tokens, block_size, trained=not lora_rank, checkpointing=gradient_checkpointing)
-        floor = roofline(groups, device, precision, step, kept)
+        floor = roofline(groups, device, as_precision(asked, PRECISIONS), step, kept, own)
         floor = replace(floor, memory={policy.name: policy.total for policy in result.policies})
-    spelled = str(model.dtype).removeprefix("torch.")
+    named = str(model.dtype).removeprefix("torch.")
     if as_json:
-        facts = {"ok": True, "model": str(model_dir), "dtype": spelled, "precision": precision} | result.to_dict()
+        facts = {"ok": True, "model": str(model_dir), "dtype": named, "precision": asked} | result.to_dict()
         typer.echo(json.dumps(facts if floor is None else facts | {"roofline": floor.to_dict()}))
         return
-    _show(result, f"{type(model).__name__}, {spelled}, blocks in {precision}")
+    _show(result, f"{type(model).__name__}, {named}, blocks in {spelled(asked)}")
     if context is not None and length > context:
         typer.echo(f"The sequences are longer than the {context} positions that config.json gives the model.")
     if floor is not None:
@@ -135,6 +139,16 @@ def _kept_by_policies(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> 
         with suppress(ConfigError, NothingToPatchError):
             kept[name] = kept_by_blocks(model, config)
     return kept or None
+
+
+def _own_precisions(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> dict[str, str]:
+    """Each block's precision, which no policy changes; nothing if no policy can be had."""
+    from hf_neuron_moe.device.roofline import precisions_by_blocks
+
+    for config in configs.values():
+        with suppress(ConfigError, NothingToPatchError):
+            return precisions_by_blocks(model, config)
+    return {}
 
 
 def batch_of(tokens: int | None, batch: int | None, length: int | None, context: int | None) -> tuple[int, int]:

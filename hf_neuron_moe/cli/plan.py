@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_neuron_moe.cli.model_folder import quiet_transformers
+from hf_neuron_moe.cli.precision_options import Recipe, precision_asked
 from hf_neuron_moe.cli.shared_options import Json, choice
 from hf_neuron_moe.config import PRECISIONS
 
@@ -17,7 +18,8 @@ def plan(
     model_dir: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; no weights are needed.")
     ],
-    precision: Annotated[str, choice(PRECISIONS, text="Precision of the blocks.")] = "bf16",
+    precision: Annotated[str | None, choice(PRECISIONS, text="Precision of the blocks. Default: bf16.")] = None,
+    recipe: Recipe = None,
     as_json: Json = False,
 ) -> None:
     """Show what patch_model would do with a model."""
@@ -25,5 +27,6 @@ def plan(
     from hf_neuron_moe.patching import patch_model
 
     quiet_transformers()
-    patched = patch_model(build_meta_model(model_dir), {"precision": precision}, strict=False)
+    options = {"precision": precision_asked(precision, recipe)}
+    patched = patch_model(build_meta_model(model_dir), options, strict=False)
     typer.echo(json.dumps({"ok": True, **patched.to_dict()}, indent=1) if as_json else str(patched))

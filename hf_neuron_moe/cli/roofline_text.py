@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from hf_neuron_moe.cli.doctor_text import table
+from hf_neuron_moe.precision_map import precisions_in
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.roofline import GroupFloor, Roofline
@@ -25,8 +26,8 @@ def show_roofline(floor: Roofline) -> None:
 
 def _lines(floor: Roofline) -> Iterator[str]:
     yield from _head(floor)
-    for group, parts in groupby(floor.computed, key=lambda part: part.group):
-        yield f"\n{group.label}"
+    for label, parts in groupby(floor.computed, key=lambda part: _label(floor, part)):
+        yield f"\n{label}"
         yield from _table(parts)
     yield ""
     if floor.computed:
@@ -49,8 +50,10 @@ def _lines(floor: Roofline) -> Iterator[str]:
 
 def _head(floor: Roofline) -> Iterator[str]:
     core, step = floor.core, floor.step
-    peak = core.flops.get(floor.precision)
-    shown = f"no {floor.precision}" if peak is None else f"{peak / 1e12:,.0f} TFLOP/s in {floor.precision}"
+    peaks = {name: core.flops.get(name) for name in precisions_in(floor.precision)}
+    shown = ", ".join(
+        f"no {name}" if peak is None else f"{peak / 1e12:,.0f} TFLOP/s in {name}" for name, peak in peaks.items()
+    )
     yield f"\nLeast time of forward and backward on a logical core of {core.name} (LNC 2):"
     yield f"  {shown}, {core.bandwidth / 1e12:.3f} TB/s, {gibibytes(core.memory)}"
     options = [f"{step.tokens:,} tokens per step", f"blocks of {step.block_size} for experts"]
@@ -63,13 +66,18 @@ def _head(floor: Roofline) -> Iterator[str]:
     yield "the least time. Blocks: count x kind (hidden, intermediate size), experts with their number in front."
 
 
+def _label(floor: Roofline, part: GroupFloor) -> str:
+    """The blocks of a part, with their precision where not all have the same."""
+    return part.group.label if isinstance(floor.precision, str) else f"{part.group.label} in {part.precision}"
+
+
 def _left_out(floor: Roofline) -> Iterator[str]:
     left = [part for part in floor.groups if part.reason is not None]
     if left:
         yield "\nNot in the sum, since no Neuron kernel computes them:"
-    for group, parts in groupby(left, key=lambda part: part.group):
+    for label, parts in groupby(left, key=lambda part: _label(floor, part)):
         rows = list(parts)
-        yield f"{group.label}: {rows[0].reason}"
+        yield f"{label}: {rows[0].reason}"
         if any(part.floor for part in rows):
             yield f"  {_IN_PLACE}; then at least:"
             yield from _table(rows)

@@ -22,7 +22,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from hf_neuron_moe.convert.config_values import MAX_VALUE, reason_of, room_in, wrong_values
 from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
-from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside, read_source
+from hf_neuron_moe.convert.source_formats import QUANTIZATION_CONFIG, check_method, decoded_source, with_transposed
 from hf_neuron_moe.errors import ConversionError, nearest
 
 # transformers sets the default dtype of the whole process while it builds a model, and restores what it found.
@@ -73,12 +74,15 @@ def meta_model(
     directory: Path, source: SourceCheckpoint | None = None, attention: str | None = "eager"
 ) -> PreTrainedModel:
     """Do what :func:`build_meta_model` does for a folder that was found to be a checkpoint's."""
-    path, content = directory / CONFIG_FILE, _read_config(directory, source)
-    if "quantization_config" in content:
-        expected = "absent (weights in bf16, fp16 or fp32)"
-        fix = "Take the original checkpoint: quantizing twice loses accuracy."
-        raise ConversionError.about(f"{path}: quantization_config", expected, "an already quantized checkpoint", fix)
+    content = _read_config(directory, source)
+    check_method(directory / CONFIG_FILE, content)
     return _on_meta(directory, content, attention)
+
+
+def read_checkpoint(directory: Path) -> SourceCheckpoint:
+    """Describe the checkpoint in `directory` without reading a weight: of a quantized one, its tensors of values."""
+    source = read_source(directory)
+    return decoded_source(source, directory / CONFIG_FILE, _read_config(directory, source))
 
 
 def build_converted_model(directory: Path) -> PreTrainedModel:
@@ -106,6 +110,7 @@ def _on_meta(directory: Path, content: dict[str, Any], attention: str | None) ->
     options = {"attn_implementation": attention, "experts_implementation": None}
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config.__dict__.pop(QUANTIZATION_CONFIG, None)  # the model is the unquantized one
         name = (content.get("architectures") or [""])[0]
         named = getattr(transformers, str(name), None)
         with _BUILDING, torch.device("meta"):
@@ -162,6 +167,23 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> dict[str
             fix = "Check that config.json belongs to these weights and that no shard is missing."
             raise ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)
     return assignments
+
+
+def assign_values(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[SourceCheckpoint, dict[str, Assignment]]:
+    """Do what :func:`assign_sources` does, and return the checkpoint too, with values as the parameters hold them."""
+    assignments = assign_sources(model, source)
+    turned = [
+        tensor.name
+        for target, assignment in assignments.items()
+        if getattr(model.get_submodule(target.rpartition(".")[0]), "is_transposed", False)
+        for tensors in assignment.sources.values()
+        for tensor in tensors
+        if tensor.name in source.encodings
+    ]
+    if turned:
+        source = with_transposed(source, turned)
+        assignments = assign_sources(model, source)
+    return source, assignments
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:

@@ -19,8 +19,9 @@ from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.convert.source_formats import QUANTIZATION_CONFIG, unquantized
+from hf_neuron_moe.precision_map import PrecisionMap
 
-QUANTIZATION_CONFIG = "quantization_config"
 CARD_FILE = "README.md"
 TITLE = "## Weight layout"
 
@@ -63,7 +64,11 @@ def rewritten_files(plan: ConversionPlan) -> tuple[dict[str, bytes], dict[str, s
     before: dict[str, str | None] = {CONFIG_FILE: _text(directory / CONFIG_FILE), CARD_FILE: None}
     if (directory / CARD_FILE).is_file():
         before[CARD_FILE] = _text(directory / CARD_FILE)
-    config = json.loads(before[CONFIG_FILE] or "") | {QUANTIZATION_CONFIG: quantization_config(plan.options)}
+    content = json.loads(before[CONFIG_FILE] or "")
+    if plan.source.format is not None:  # an export holds bf16 values, not what the source's entry describes
+        content = unquantized(content)
+        before[CONFIG_FILE] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    config = content | {QUANTIZATION_CONFIG: quantization_config(plan.options)}
     card = before[CARD_FILE] or ""
     gap = "\n" if card.endswith("\n") else "\n\n" if card else ""
     after = {
@@ -81,6 +86,14 @@ def _text(path: Path) -> str:
         raise damaged(path.name, "text in UTF-8", error) from error
 
 
+def _spelled_out(options: ConvertOptions) -> str:
+    """The precision of the blocks in words."""
+    if not isinstance(options.precision, PrecisionMap):
+        return _PRECISIONS[options.precision]
+    rows = [f"`{glob}`: {_PRECISIONS[own]}" for glob, own in options.precision.items()]
+    return "; ".join(rows) + ". The first is that of modules that no other pattern matches"
+
+
 def section(plan: ConversionPlan) -> str:
     """Return the Markdown that describes a conversion; the same plan gives the same text."""
     options = plan.options
@@ -96,8 +109,10 @@ def section(plan: ConversionPlan) -> str:
         padding = "zeros at the end of " + " and ".join(f"{axis} (up to {zeros[axis]})" for axis in sorted(zeros))
     if plan.left:
         kept += f"; {len(plan.left)} modules that the kernels cannot compute"
+    method = plan.source.format.method if plan.source.format is not None else ""
     rows = {
-        "precision": _PRECISIONS[options.precision],
+        "source": f"{method}, decoded to bf16" if method else "",
+        "precision": _spelled_out(options),
         "layout": ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(layouts.items())),
         "for": purpose,
         "scale rule": options.rule if options.quantized else "",

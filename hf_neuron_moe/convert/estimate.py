@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_neuron_moe.convert.commands import check_call, plan_for
-from hf_neuron_moe.convert.execute import Made, buffer_sizes, buffers_of, workers_for
+from hf_neuron_moe.convert.execute import Made, buffer_sizes, buffers_of, decoding_bytes, workers_for
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.file_hashes import entries_of
 from hf_neuron_moe.convert.io.shard import shard_header
@@ -121,7 +121,7 @@ def estimate_conversion(
     count = workers_for(plan, workers)
     weights = {tensor.weight for tensor in tensors}
     output_bytes = sum(files.values())
-    source_bytes = sum(piece.nbytes for name in weights for piece in plan.pieces[name])
+    source_bytes = sum(plan.source_bytes(name) for name in weights)
     converted = [plan.weights[name] for name in sorted(weights & plan.weights.keys())]
     # Before the memory is looked at: it loads everything that a conversion uses.
     compute_seconds = _compute_seconds(plan, converted, source_bytes, output_bytes, count)
@@ -146,7 +146,8 @@ def _held_bytes(plan: ConversionPlan, tensors: list[WrittenTensor], workers: int
     for (name, _), needed in buffers_of(plan, tensors).items():
         weight = plan.weights[name]
         sizes += [needed] * (weight.shape[0] if weight.has_experts else 1)
-    return sum(sorted(sizes, reverse=True)[:workers]) + workers * (buffer_sizes(plan)[1] + CHUNK_BYTES)
+    each = buffer_sizes(plan)[1] + CHUNK_BYTES + decoding_bytes(plan)
+    return sum(sorted(sizes, reverse=True)[:workers]) + workers * each
 
 
 def _files_beside(plan: ConversionPlan) -> dict[str, int]:
@@ -174,7 +175,8 @@ def _compute_seconds(
     costs: dict[tuple[object, ...], float] = {}
     for weight in converted:
         first = weight.pieces[0]
-        kind = (weight.is_gate_up, weight.has_experts, weight.hidden, first.dtype, first.transposed)
+        precision = plan.options.of(weight.name).precision
+        kind = (precision, weight.is_gate_up, weight.has_experts, weight.hidden, first.dtype, first.transposed)
         if kind not in costs:
             with working(workers):  # each with its share of torch's threads
                 costs[kind] = _relayout_cost(weight, plan.options)

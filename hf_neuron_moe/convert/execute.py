@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from hf_neuron_moe.convert.io.encoded import ROWS_BYTES, values_shape
 from hf_neuron_moe.convert.io.file_hashes import PrefixHash, check_shard, entries_of, hash_file
 from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.shard import ShardWriter, in_file_order
@@ -24,6 +25,7 @@ from hf_neuron_moe.convert.transaction.resume import Job, ShardRecord, version_o
 from hf_neuron_moe.convert.workers import Progress, Workers, cores, counting, working
 from hf_neuron_moe.errors import public
 
+VALUE_BYTES = 16  # Held per value while codes are decoded: codes, fp32 values, factors and an intermediate
 FREE_BYTES = 128 * 2**20  # Memory that several workers may use together beyond twice the largest weight
 
 
@@ -56,7 +58,8 @@ def make_shards(
     after each weight, on the calling thread. Where `shards` are the `whole` plan's, checksums of the shards and of
     every source file are told too.
     """
-    with open_tensors(plan.source.directory) as reader, working(workers_for(plan, workers)) as pool:
+    source = plan.source
+    with open_tensors(source.directory, source.encodings) as reader, working(workers_for(plan, workers)) as pool:
         step = counting(progress, bytes_of(*shards.values()))
         run = _Run(plan, job, reader, pool, step, on_nonfinite)
         run.check_finished(shards)
@@ -76,8 +79,19 @@ def workers_for(plan: ConversionPlan, wanted: int | None) -> int:
 
 
 def memory_per_worker(plan: ConversionPlan) -> int:
-    """Bytes that one worker holds at most: its two buffers, and a chunk of what it reads."""
-    return sum(buffer_sizes(plan)) + CHUNK_BYTES
+    """Bytes that one worker holds at most: its two buffers, a chunk of what it reads, and what decodes it."""
+    return sum(buffer_sizes(plan)) + CHUNK_BYTES + decoding_bytes(plan)
+
+
+def decoding_bytes(plan: ConversionPlan) -> int:
+    """Bytes that reading values of codes takes: codes of the rows, or of a matrix that is transposed, and fp32."""
+    needed = 0
+    for encoding in plan.source.encodings.values():
+        experts = encoding.codes.shape[0] if len(encoding.codes.shape) > 2 else 1
+        values = min(ROWS_BYTES // 2, math.prod(values_shape(encoding)) // experts)
+        matrix = encoding.nbytes // experts if encoding.transposed else 0
+        needed = max(needed, matrix + VALUE_BYTES * values)
+    return needed
 
 
 def buffer_sizes(plan: ConversionPlan) -> tuple[int, int]:
@@ -131,7 +145,7 @@ class _Run:
     def make_shard(self, file: str, tensors: list[WrittenTensor], *, hash_file: bool) -> None:
         """Write one shard, let it take its place and record it."""
         groups = grouped(tensors, lambda tensor: tensor.group)
-        files = sorted({piece.file for tensor in tensors for piece in self.plan.pieces[tensor.weight]})
+        files = sorted(set().union(*(self.plan.source_files(tensor.weight) for tensor in tensors)))
         versions = {name: self._first_version(name) for name in files}
         record = ShardRecord({}, {}, versions)
         # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.

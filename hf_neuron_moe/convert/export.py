@@ -43,7 +43,7 @@ class ExportReport:
 
     tensors: int  # Number of tensors written
     inexact: tuple[str, ...]  # Source tensors whose values are not the original's bits: they were quantized or rounded
-    statement: tuple[str, ...] = ()  # Sentences that say what of those cannot come back, and why
+    statement: tuple[str, ...] = ()  # Sentences that say what cannot come back, and why
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -59,7 +59,8 @@ def export_checkpoint(
 
     Tensors that were bf16 come back with the same bits from bf16 layouts. From MX only the dequantized values can come
     back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them: such an export
-    says so in its report and in a file :data:`NOTE_FILE`, which an exact one does not have.
+    says so in its report and in a file :data:`NOTE_FILE`, which an exact one does not have. Of a quantized source
+    the decoded values come back in bf16 under the names of the model's parameters, never its codes; this is said too.
 
     Every file is compared with the checksum that the manifest has for it before anything of it is used.
 
@@ -96,8 +97,8 @@ def export_checkpoint(
                         _check_bytes(converted / shard, unchecked.pop(shard), manifest.file_sha256.get(shard))
                     writer.write(piece.source, _restored(piece, stored[weight], reader))
                     step(piece.nbytes)
-        _write_side_files(converted, folder, manifest, exact=not inexact)
-        if inexact:
+        _write_side_files(converted, folder, manifest, exact=not statement)
+        if statement:
             note = {"tool_version": __version__, "statement": statement, "inexact": inexact}
             write_file(folder / NOTE_FILE, (json.dumps(note, indent=1) + "\n").encode())
     return ExportReport(len(outputs), inexact, statement)
@@ -153,27 +154,31 @@ def _disagrees(file: str, got: str) -> SourceDamageError:
     return SourceDamageError.about(file, "what the manifest describes", got, fix)
 
 
-def _lost(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[list[str], list[str]]:
-    """Source tensors whose bits are gone because they were quantized, and because they were rounded."""
-    quantized, rounded = [], []
+def _lost(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[dict[str, str], list[str]]:
+    """Source tensors whose bits are gone: the quantized ones, with their weights, and the rounded ones."""
+    quantized, rounded = dict[str, str](), list[str]()
     for weight, pieces in manifest.weights.items():
         if any(tensor.layout in SCALES for tensor in stored[weight]):
-            quantized += [piece.source for piece in pieces]
+            quantized |= {piece.source: weight for piece in pieces}
         elif stored[weight][0].layout != SOURCE:
             rounded += [piece.source for piece in pieces if manifest.was_rounded(piece)]
     return quantized, rounded
 
 
-def _statement(manifest: Manifest, quantized: list[str], rounded: list[str]) -> tuple[str, ...]:
+def _statement(manifest: Manifest, quantized: dict[str, str], rounded: list[str]) -> tuple[str, ...]:
     """Say in sentences what does not come back with the original's bits."""
     sentences = []
-    if quantized:
-        kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[manifest.options.precision]
+    if manifest.source_format is not None:
         sentences.append(
-            f"{len(quantized)} tensors (first: {quantized[0]}) went through {kind} with one power-of-two scale per 32 "
-            f"values (scale rule {manifest.options.rule}). They come back as code times scale, rounded to their "
-            "original dtype: the values the kernels compute with. The original values are gone; keep the original "
-            "checkpoint."
+            f"{len(manifest.encodings)} tensors (first: {min(manifest.encodings, default='')}) were codes "
+            f"({manifest.source_format.method}) in the source. They come back as decoded values in bf16."
+        )
+    for options, sources in grouped(quantized, lambda source: manifest.options.of(quantized[source])).items():
+        kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[options.precision]
+        sentences.append(
+            f"{len(sources)} tensors (first: {sources[0]}) went through {kind} with one power-of-two scale per 32 "
+            f"values (scale rule {options.rule}). They come back as code times scale, rounded to their original dtype: "
+            "the values the kernels compute with. The original values are gone; keep the original checkpoint."
         )
     if rounded:
         sentences.append(

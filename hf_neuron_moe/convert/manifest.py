@@ -23,7 +23,8 @@ from hf_neuron_moe.convert.io.bounded import (
     record,
 )
 from hf_neuron_moe.convert.io.checksums import SHA256, TensorChecksum
-from hf_neuron_moe.convert.io.source import ITEM_BYTES, is_plain_name, nbytes_of
+from hf_neuron_moe.convert.io.encoded import values_shape
+from hf_neuron_moe.convert.io.source import ITEM_BYTES, Encoding, SourceFormat, SourceTensor, is_plain_name, nbytes_of
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming, pattern_of, spelled_together
 
@@ -31,8 +32,8 @@ MANIFEST_FILE = "neuron_moe_manifest.json"
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
 
-FORMAT_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
+FORMAT_VERSION = 5
+READABLE_VERSIONS = (1, 2, 3, 4, FORMAT_VERSION)
 HEADER_VERSION = 2  # Of the shards' headers, which say the same since that version
 CHECKSUM = "sha256"
 MAX_WORD = 64  # Characters of the names of layouts and orientations
@@ -52,6 +53,7 @@ class Piece:
     expert: int | None = None  # Index on the experts' axis; None when the piece has that axis itself or there is none
     start: int = 0  # First row on the F axis
     transposed: bool = False  # The source holds ``[K, F]`` matrices
+    interleaved: bool = False  # Their F axis has gate and up in turn, where the fused weight has gate first
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +64,14 @@ class Piece:
     def rows(self) -> slice:
         """Its rows on the F axis."""
         return slice(self.start, self.start + self.shape[-1 if self.transposed else -2])
+
+    def source_rows(self, rows: slice) -> slice:
+        """Where a range of its rows, all of gate or all of up, lies on the source's axis."""
+        if not self.interleaved:
+            return rows
+        inner = (self.rows.stop - self.rows.start) // 2
+        half = rows.start // inner
+        return slice(2 * (rows.start - half * inner) + half, 2 * (rows.stop - half * inner), 2)
 
     @property
     def holds_experts(self) -> bool:
@@ -129,11 +139,24 @@ class Manifest:
     source_index: dict[str, Any] | None = None  # ``metadata`` of the source's index, where it has that
     left: dict[str, LeftModule] | None = None
     """Modules that stay in their source form, by name. None in a manifest of a version that did not say."""
+    source_format: SourceFormat | None = None
+    """How a quantized source stored its tensors; `weights` are then made of their bf16 values."""
+
+    @property
+    def encodings(self) -> dict[str, Encoding]:
+        """How the source stores those of its tensors that are codes, by name."""
+        return {} if self.source_format is None else self.source_format.encodings
 
     @property
     def pieces(self) -> list[Piece]:
         """The pieces of all weights."""
         return [piece for pieces in self.weights.values() for piece in pieces]
+
+    @property
+    def coded(self) -> list[SourceTensor]:
+        """The tensors of a quantized source that no weight has under their own name: codes, scales, unused ones."""
+        parts = [part for each in self.encodings.values() for part in (each.codes, each.scales)]
+        return parts + list(self.source_format.unused if self.source_format is not None else ())
 
     def by_weight(self) -> dict[str, list[WrittenTensor]]:
         """The tensors that store each weight, in the manifest's order."""
@@ -227,8 +250,8 @@ def load_manifest(directory: Path) -> Manifest:
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 3 did not say what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands
-    only, scales packed in kernel layout.
+    Version 4 had no quantized or interleaved sources. Version 3 did not say what was left. Version 2 had the SHA-256 of
+    every tensor; version 1 wrote forward operands only, scales packed in kernel layout.
     """
     if version < 3:
         for entry in content["tensors"]:
@@ -244,13 +267,15 @@ def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
 
 def _faults(manifest: Manifest) -> Iterator[str]:
     """What no conversion writes, such as a name that leads out of the folder."""
-    shards = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in manifest.pieces}
+    shards = {tensor.file for tensor in manifest.tensors} | {part.file for part in manifest.coded}
+    shards |= {piece.file for piece in manifest.pieces}
     bad = {name for name in shards | manifest.source_files.keys() if not is_plain_name(name)}
     bad |= {name for name in manifest.file_sha256.keys() | manifest.replaced_files if not is_relative_path(name)}
     if bad:
         yield f"file name {min(bad)!r} leads out of the folder, or is none"
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in manifest.tensors]
     described += [(piece.source, piece.dtype, piece.shape) for piece in manifest.pieces]
+    described += [(part.name, part.dtype, part.shape) for part in manifest.coded]
     for name, dtype, shape in described:
         if not (is_name(name) and dtype in ITEM_BYTES and is_shape(shape)):
             yield f"tensor {name!r} of dtype {dtype!r} and shape {list(shape)}"
@@ -265,6 +290,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
         if not (is_natural(piece.start) and is_natural(piece.expert or 0)):
             yield f"source tensor {piece.source!r} at row {piece.start} of expert {piece.expert}"
     sources = {piece.source for piece in manifest.pieces}
+    yield from _format_faults(manifest)
     for counts in (manifest.rounded or {}, manifest.nonfinite or {}):
         if not (counts.keys() <= sources and all(map(is_natural, counts.values()))):
             yield "counts of rounded or kept values of no source tensor"
@@ -273,3 +299,16 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     for name, left in (manifest.left or {}).items():
         if not (is_name(name) and is_natural(left.tensors) and is_natural(left.nbytes)):
             yield f"module {name!r} with {left.tensors} tensors of {left.nbytes} bytes"
+
+
+def _format_faults(manifest: Manifest) -> Iterator[str]:
+    """What no conversion says of a quantized source."""
+    shapes = {piece.source: (piece.dtype, piece.shape) for piece in manifest.pieces}
+    for name, encoding in manifest.encodings.items():
+        sizes = len(encoding.block) == 2 and all(map(is_natural, encoding.block)) and 0 not in encoding.block
+        try:
+            fits = sizes and shapes.get(name) == ("BF16", values_shape(encoding))
+        except ConversionError as error:
+            raise ValueError(str(error)) from error
+        if not fits:
+            yield f"source tensor {name!r} as codes of another shape"

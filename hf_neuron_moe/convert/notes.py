@@ -53,16 +53,17 @@ def warn_of_losses(manifest: Manifest) -> None:
     """Warn when a bf16 conversion rounded values, and when modules stayed in their source form."""
     for note in left_notes(manifest.left):
         warnings.warn(f"convert: {note}", NeuronMoEWarning, stacklevel=4)
-    if manifest.options.precision == "bf16" and manifest.rounded:
-        warnings.warn(f"convert: {rounding_note(manifest)}", NeuronMoEWarning, stacklevel=4)
+    if note := rounding_note(manifest):
+        warnings.warn(f"convert: {note}", NeuronMoEWarning, stacklevel=4)
 
 
 def rounding_note(manifest: Manifest) -> str:
-    """Say in one sentence how many values a conversion rounded to bf16; empty where it rounded none."""
-    rounded = manifest.rounded or {}
+    """Say in one sentence how many values were rounded in blocks that are stored in bf16; empty where none were."""
+    stored = [pieces for weight, pieces in manifest.weights.items() if not manifest.options.of(weight).quantized]
+    pieces = {piece.source: piece for group in stored for piece in group}
+    rounded = {name: count for name, count in (manifest.rounded or {}).items() if name in pieces}
     if not rounded:
         return ""
-    pieces = {piece.source: piece for piece in manifest.pieces}
     values = sum(math.prod(pieces[name].shape) for name in rounded)
     kinds = "/".join(sorted({pieces[name].dtype for name in rounded}))
     return (

@@ -5,11 +5,12 @@ Everything here changes the bytes that are written; how the work is done (worker
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS as PRECISIONS
 from hf_neuron_moe.errors import ConfigError, known_names, nearest, public
+from hf_neuron_moe.precision_map import PrecisionMap, as_precision, precisions_in
 
 NO_COMPACT_SCALES = "packed or oversized: the MLP kernels take no compact ones"
 
@@ -21,9 +22,10 @@ BACKWARD = "backward"
 class ConvertOptions:
     """What to make of the MLP and expert weights."""
 
-    precision: str = "bf16"
+    precision: Any = "bf16"
     """``"bf16"``; ``"mxfp8"``, e4m3 codes with one scale byte per 32 values of the contraction axis; or ``"mxfp4"``,
-    e2m1 codes likewise, which only the inference kernels of experts take."""
+    e2m1 codes likewise, which only the inference kernels of experts take. A mapping gives blocks their own, by glob
+    over module names, as in :class:`hf_neuron_moe.NeuronMoEConfig`."""
     layout: str = "kernel"  # ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'
     max_shard_bytes: int = 5_000_000_000
     """A shard is closed before it would grow beyond this; a larger weight gets its own."""
@@ -45,8 +47,10 @@ class ConvertOptions:
 
     @public("convert")
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", as_precision(self.precision, PRECISIONS))
+        has_mxfp4 = "mxfp4" in precisions_in(self.precision)
         if self.purpose is None:
-            object.__setattr__(self, "purpose", "inference" if self.precision == "mxfp4" else "training")
+            object.__setattr__(self, "purpose", "inference" if has_mxfp4 else "training")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             # Booleans by identity: 1 == True, and neither a count nor a name is a switch.
@@ -62,7 +66,7 @@ class ConvertOptions:
         kernel = self.layout == "kernel"
         cases = {
             "bf16": not self.quantized,
-            "mxfp4": self.precision == "mxfp4",
+            "mxfp4": has_mxfp4,
             "fused": not kernel,
             "MX kernel": kernel and self.quantized,
             "trained kernel": kernel and self.purpose != "inference",
@@ -74,8 +78,8 @@ class ConvertOptions:
 
     @property
     def quantized(self) -> bool:
-        """Whether weights become MX codes."""
-        return self.precision != "bf16"
+        """Whether weights become MX codes; of several precisions, whether any do."""
+        return precisions_in(self.precision) != ("bf16",)
 
     @property
     def swizzled(self) -> bool:
@@ -84,20 +88,28 @@ class ConvertOptions:
 
     @property
     def rule(self) -> str:
-        """The scale rule in force, for MX."""
-        return self.scale_rule or ("floor" if self.precision == "mxfp4" else "neuron")
+        """The scale rule in force, for MX; of several precisions, those that are in force."""
+        defaults = {"floor" if own == "mxfp4" else "neuron" for own in precisions_in(self.precision) if own != "bf16"}
+        return self.scale_rule or ", ".join(sorted(defaults)) or "neuron"
 
     @property
     def orientations(self) -> tuple[str, ...]:
         """Orientations that are written: bf16 needs one, since transposing it costs no accuracy."""
         return (FORWARD,) if self.purpose == "inference" or not self.quantized else (FORWARD, BACKWARD)
 
+    def of(self, weight: str) -> ConvertOptions:
+        """Return the options of the block that a fused weight of this name belongs to: those with its precision."""
+        if not isinstance(self.precision, PrecisionMap):
+            return self
+        own = self.precision.of((weight.removesuffix(".weight").rpartition(".")[0],))
+        left_out: dict[str, Any] = {"scales": None, "scale_rule": None} if own == "bf16" else {}
+        return replace(self, precision=own, **left_out)
+
 
 _made: Any = ConvertOptions  # a type checker refuses to exchange the constructor of what may be a subclass
 _made.__init__ = known_names("ConvertOptions")(_made.__init__)
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "precision": PRECISIONS,
     "layout": LAYOUTS,
     "purpose": PURPOSES,
     "scales": (*SCALE_LAYOUTS, None),

@@ -11,9 +11,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from hf_neuron_moe.convert.assign import Assignment, assign_sources, meta_model, natural_key
+from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
-from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, read_source
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
@@ -21,6 +21,8 @@ from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, gro
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
+from hf_neuron_moe.patching.globs import check_globs
+from hf_neuron_moe.precision_map import PrecisionMap
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,17 @@ class ConversionPlan:
     copied: dict[str, SourceTensor]  # Tensors copied unchanged, by name
     tensors: tuple[WrittenTensor, ...]  # Every tensor to write, with its shard; no checksums yet
     left: dict[str, LeftModule]  # Modules that stay in their source form although they look like MLPs or experts
+
+    def source_files(self, weight: str) -> set[str]:
+        """The files that a weight, or a copied tensor, is read from."""
+        encodings, pieces = self.source.encodings, self.pieces[weight]
+        scales = {encodings[piece.source].scales.file for piece in pieces if piece.source in encodings}
+        return scales | {piece.file for piece in pieces}
+
+    def source_bytes(self, weight: str) -> int:
+        """Bytes that are read for a weight, or a copied tensor."""
+        encodings = self.source.encodings
+        return sum((encodings.get(piece.source) or piece).nbytes for piece in self.pieces[weight])
 
     @property
     def output_bytes(self) -> int:
@@ -67,10 +80,10 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
 @public("convert")
 def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     """Plan the conversion of a folder that was found to be a checkpoint's."""
-    source = read_source(directory)
+    source = read_checkpoint(directory)
     model = meta_model(directory, source)
-    assignments = assign_sources(model, source)
-    candidates = discover(model)
+    source, assignments = assign_values(model, source)
+    candidates = [_convertible(candidate) for candidate in discover(model)]
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     weights = {
         weight.name: weight
@@ -83,15 +96,45 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
         expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
         fix = "`hf-neuron-moe plan` lists every candidate with its reason."
         raise ConversionError.about(str(directory), expected, f"none ({reasons})" if reasons else "none", fix)
-    if options.precision == "mxfp4" and not any(weight.has_experts for weight in weights.values()):
-        reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
-        expected = "used for a model with experts: no kernel computes dense MLPs with FP4 weights"
-        got = f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any"
-        raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
+    _check_precisions(options, candidates, weights)
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     left = _left(refused, assignments, copied)
     return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), left)
+
+
+def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weights: dict[str, FusedWeight]) -> None:
+    """Refuse globs that match no block or disagree about one, and precisions that no block can have."""
+    if isinstance(options.precision, PrecisionMap):
+        check_globs("precision", options.precision.globs, [(candidate.name,) for candidate in candidates])
+    own = {name: options.of(name).precision for name in weights}
+    if options.quantized and set(own.values()) == {"bf16"}:
+        fix = "Use --precision bf16, or narrow the globs."
+        raise ConversionError.about("precision", "MX for at least one block", f"bf16 for all {len(own)} weights", fix)
+    with_fp4 = [weights[name] for name, precision in own.items() if precision == "mxfp4"]
+    if with_fp4 and not any(weight.has_experts for weight in with_fp4):
+        reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
+        expected = "used for a model with experts: no kernel computes dense MLPs with FP4 weights"
+        got = f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any"
+        if isinstance(options.precision, PrecisionMap):
+            got = f"for blocks without experts, such as {with_fp4[0].name}"
+        raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
+
+
+def _as_convertible_mlp(candidate: Candidate) -> Candidate:
+    """Refuse a dense MLP that can be patched but whose weights have no converted layout."""
+    roles = candidate.roles
+    if roles is None or roles.is_plain:
+        return candidate
+    parts = {
+        "biases": roles.biased,
+        "up rows in front of gate rows": not roles.gate_first,
+        "layers in classes of their own": roles.roots != roles.linears,
+        "layers in front of it": roles.before,
+        "dropout after it": roles.after,
+    }
+    has = [f"the gate {candidate.gate.title}", *(part for part, there in parts.items() if there)]
+    return replace(candidate, reason=f"no converted layout is known for an MLP with {' and '.join(has)}")
 
 
 def _reasons(refused: dict[str, str]) -> str:
@@ -113,6 +156,21 @@ def _left(
     return left
 
 
+def _convertible(candidate: Candidate) -> Candidate:
+    """The candidate, refused where its converted weights could not be loaded."""
+    form = candidate.form
+    if candidate.reason is not None:
+        return candidate
+    if form is None:
+        return _as_convertible_mlp(candidate)
+    reason = None
+    if not form.routed:
+        reason = "its class is not decorated with transformers' use_experts_implementation, which convert asks for"
+    elif form.post_norm is not None or not form.gate.gated:
+        reason = "convert has no layout for experts without a gate or with a norm after them"
+    return candidate if reason is None else replace(candidate, reason=reason)
+
+
 def _prefix(module: str) -> str:
     """What the names of a module's parameters begin with; the model itself has no name."""
     return f"{module}." if module else ""
@@ -129,6 +187,7 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
     else:
         members = {name: [prefix + name] for name in ("gate_up_proj", "down_proj")}
         suffix, transposed = "", bool(candidate.module.is_transposed)
+    interleaved = candidate.kind == EXPERTS and not getattr(candidate.module, "is_concatenated", True)
     weights = []
     for role, names in members.items():
         pieces: list[Piece] = []
@@ -137,6 +196,8 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
             shape = tuple(model.get_parameter(name).shape)
             pieces += _pieces(name, assignments.get(name), shape, start, transposed)
             start += shape[-1 if transposed else -2]
+        if interleaved and role == "gate_up_proj":
+            pieces = [replace(piece, interleaved=True) for piece in pieces]
         contraction = shape[-2 if transposed else -1]
         dtypes = sorted({piece.dtype for piece in pieces})
         weight = FusedWeight(prefix + role + suffix, (*shape[:-2], start, contraction), tuple(pieces))

@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.config_json import rewritten_files
 from hf_neuron_moe.convert.execute import Made
 from hf_neuron_moe.convert.io.file_hashes import hash_file
 from hf_neuron_moe.convert.io.side_files import side_files
-from hf_neuron_moe.convert.io.source import damaged
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, damaged
 from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, index_json, load_manifest
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.transaction.commit import clear, copy_file, held, is_free, partial_of, write_file
@@ -90,9 +91,17 @@ def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes | Pa
         file_sha256={**made.files, **checksums},
         replaced_files=replaced,
         left=dict(plan.left),
-        source_index=None if source.index_metadata is None else dict(source.index_metadata),
+        source_index=_index_metadata(source),
+        source_format=source.format,
     )
     return files, manifest
+
+
+def _index_metadata(source: SourceCheckpoint) -> dict[str, Any] | None:
+    """What the source's index says, for an export: not the bytes of codes, which become other tensors."""
+    if source.index_metadata is None or source.format is None:
+        return None if source.index_metadata is None else dict(source.index_metadata)
+    return {name: value for name, value in source.index_metadata.items() if name != "total_size"}
 
 
 def _publish(job: Job, name: str, content: bytes | Path, sha256: str = "") -> None:

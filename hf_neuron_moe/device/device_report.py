@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.device.tolerances import BOUNDS, CAUSES, CLOSE, EQUAL, ERROR, FAIL, NOT_RUN, PASS, TensorResult
+from hf_neuron_moe.device.tolerances import BOUNDS, CLOSE, EQUAL, ERROR, FAIL, NOT_RUN, PASS, TensorResult
 
 ORDER = (EQUAL, PASS, CLOSE, NOT_RUN, FAIL, ERROR)
 """Verdicts, the worst last; a block has that of its worst tensor."""
 
-_MEANING = {
-    PASS: "the kernels compute what PyTorch does, up to rounding",
-    CLOSE: "NOT CONFIRMED: the difference is more than rounding explains, and less than that of another function",
-    FAIL: "WRONG: the kernels do not compute what PyTorch does",
-    NOT_RUN: "NOTHING COMPARED: no kernel ran",
-}
-
-_REPORT = "Report the output of `hf-neuron-moe doctor --json` and of this command with --json."
-_ADVICE = {
-    PASS: ("Next: a run of a few steps (docs/neuron.md, first-run checklist).",),
-    CLOSE: (
-        "Next: repeat it with another --seed and with --tokens 2048. If the same tensors stay close, it is no chance: "
-        "do not train with these kernels before the reason is known.",
-        _REPORT,
-    ),
-    FAIL: (
-        'Next: do not train with these kernels; backend="torch" computes the same on any device. Repeat it with '
-        "--layers 1 --random-weights: if that is wrong too, the weights are not the reason.",
-        _REPORT,
-    ),
-    ERROR: (
-        "Next: set NEURON_LAUNCH_BLOCKING=1 and repeat it with --layers 1 --tokens 128, so that the error shows where "
-        "it arises; see docs/neuron.md, Troubleshooting.",
-        _REPORT,
-    ),
-    NOT_RUN: ("Next: the reasons are above; `hf-neuron-moe doctor MODEL_DIR` lists what the kernels compute.",),
-}
+_TEXTS = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
+_CAUSES: dict[str, str] = _TEXTS["cause"]
+_ADVICE = {verdict: tuple(texts["advice"]) for verdict, texts in _TEXTS["verdict"].items()}
+_MEANING = {verdict: texts["meaning"] for verdict, texts in _TEXTS["verdict"].items() if "meaning" in texts}
 
 
 @dataclass(frozen=True)
@@ -117,7 +96,7 @@ class DeviceReport:
         tensor = block.first_off
         if tensor is None:
             return _ADVICE[ERROR]
-        cause = (f"Looks like: {CAUSES[tensor.fault]}.",) if tensor.fault in CAUSES else ()
+        cause = (f"Looks like: {_CAUSES[tensor.fault]}.",) if tensor.fault in _CAUSES else ()
         return cause + _ADVICE[self.verdict]
 
     def summary(self) -> str:

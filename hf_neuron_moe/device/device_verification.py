@@ -153,7 +153,7 @@ class _Run(NamedTuple):
     @property
     def has_emulation(self) -> bool:
         """Whether the block's kernels are also computed here, as the device accumulates."""
-        return self.kind == "experts" and self.precision == "bf16"
+        return self.precision == "bf16"
 
     def on_device(self) -> tuple[dict[str, Tensor], float]:
         """Results of the kernels, and seconds."""

@@ -17,7 +17,9 @@ from hf_neuron_moe.backends.kernel_answers import answered_by
 from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
 from hf_neuron_moe.reference.moe_cte import moe_cte
 from hf_neuron_moe.reference.moe_types import (
+    ActFnType,
     AffinityOption,
+    ClampLimits,
     MoECTEImplementation,
     MoECTESpec,
     ShardOnIConfig,
@@ -30,13 +32,35 @@ DEVICE_ACCUMULATION = "sums of blocks and cores in the I/O dtype, as the kernels
 """What fits where a result agrees with the reference that accumulates as documented, and with no other."""
 
 
+_CLAMPS = {
+    "linear_clamp_upper_limit": "up_clamp_upper_limit",
+    "linear_clamp_lower_limit": "up_clamp_lower_limit",
+    "non_linear_clamp_upper_limit": "gate_clamp_upper_limit",
+    "non_linear_clamp_lower_limit": "gate_clamp_lower_limit",
+}
+"""Fields of the backward's record by argument of the wrapper kernels."""
+
+
+def _activation(arguments: dict[str, Any]) -> ActFnType:
+    """Return the activation of a wrapper kernel's call, whose `swish` is taken out."""
+    if arguments.pop("swish", False):
+        return ActFnType.Swish
+    return ActFnType.SquaredReLU if arguments.get("skip_gate_proj") else ActFnType.SiLU
+
+
 def _forward(arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     saved, on_inner = arguments.pop("checkpoint"), arguments.pop("affinity_on_i")
     config = ShardOnIConfig(checkpoint_activation=saved, expert_affinity_multiply_on_I=on_inner)
+    arguments["activation_function"] = _activation(arguments)
     return moe_cte, arguments | {"spec": MoECTESpec(MoECTEImplementation.shard_on_i, shard_on_I=config)}
 
 
 def _backward(arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    arguments["activation_type"] = _activation(arguments)
+    limits = {field: arguments.pop(name, None) for field, name in _CLAMPS.items()}
+    arguments["clamp_limits"] = ClampLimits(**limits)
+    # The device's gradient lacks the part of the down bias, which the backend adds.
+    arguments["upstream_affinity_grad"] = bool(arguments.get("bias"))
     call = {"down_proj_act_checkpoint": None, **arguments, "skip_dma": SkipMode(skip_token=True)}
     if call["down_proj_act_checkpoint"] is None:
         call |= {"shard_option": ShardOption.SHARD_ON_FREE, "affinity_option": AffinityOption.AFFINITY_ON_I}

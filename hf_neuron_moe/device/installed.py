@@ -10,8 +10,10 @@ import importlib.util
 import os
 import platform
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe._version import __version__
@@ -20,28 +22,8 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN, FUNCTIONS
 from hf_neuron_moe.errors import NeuronMoEError
 
-_PLACEHOLDER_MARKS = ("WRONG PACKAGE", "does not publish installable wheels")
-"""What AWS's placeholders on PyPI say in their description, and some when they are imported."""
-_OTHERS = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
-ENVIRONMENT = (
-    "NEURON_PLATFORM_TARGET_OVERRIDE",
-    versions.LNC_OVERRIDE,
-    "NEURON_LOGICAL_NC_CONFIG",
-    "NEURON_RT_VISIBLE_CORES",
-    "NEURON_RT_NUM_CORES",
-    "NEURON_CC_FLAGS",
-    "NEURON_LAUNCH_BLOCKING",
-    "NKILIB_FORCE_BUNDLED_LIBRARY",
-    "NKI_SIMULATOR",
-    "NKI_PRECISE_FP",
-    "NKI_COMPILE_CACHE_URL",
-    "NKI_ENABLE_TRACE_CACHE",
-    "TORCH_NEURONX_NEFF_CACHE_DIR",
-    "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
-    "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD",
-    "HF_DEACTIVATE_ASYNC_LOAD",
-)
+_DATA: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("installed.toml").read_text(encoding="utf-8"))
+ENVIRONMENT: tuple[str, ...] = tuple(_DATA["environment"])
 """Variables that change what the stack does; those that are set are reported."""
 
 OK, MISSING, PLACEHOLDER, BROKEN = "ok", "missing", "placeholder", "broken"
@@ -191,7 +173,7 @@ def inspect_installation() -> Installation:
         sdk=_said(versions.sdk_generation),
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
-        others={"hf-neuron-moe": __version__, **{name: _version(name) for name in _OTHERS}},
+        others={"hf-neuron-moe": __version__, **{name: _version(name) for name in _DATA["others"]}},
         packages=packages,
         target=_detected(versions.platform),
         lnc=_detected(versions.logical_cores),
@@ -265,4 +247,4 @@ def _is_placeholder(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     metadata_text = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
-    return any(mark in metadata_text for mark in _PLACEHOLDER_MARKS)
+    return any(mark in metadata_text for mark in _DATA["placeholder_marks"])

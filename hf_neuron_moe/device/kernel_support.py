@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
+from hf_neuron_moe.backends.neuron.gates import FURTHER_ARGUMENTS
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS, KERNEL_PRECISIONS
-from hf_neuron_moe.backends.neuron.limits import Block, Device, unsupported_reason
+from hf_neuron_moe.backends.neuron.limits import ONE_EXPERT_BLOCK, Block, Device, unsupported_reason
 from hf_neuron_moe.backends.neuron.quantized_experts import NO_BACKWARD, kernel_need, unsupported_reason_quantized
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
@@ -28,8 +30,6 @@ DOCUMENTED_SDK = "2.33"
 DOCUMENTED_LNC = 2
 HERE = "here"
 NO_TRAINING = f"MX codes are not trained: {NO_BACKWARD}"
-_FURTHER = {"moe_backward": frozenset({"skip_gate_proj"})}
-"""Arguments of the newest argument sets that the wrappers do not pass, but whose presence the limits ask for."""
 
 
 class DocumentedAdapter(Adapter):
@@ -38,7 +38,7 @@ class DocumentedAdapter(Adapter):
     def match(self, need: str) -> Match:
         """Return the newest generation of `need`."""
         name, (newest, *_) = FUNCTIONS[need]
-        return Match(name, newest, newest.passed | _FURTHER.get(need, frozenset()))
+        return Match(name, newest, newest.passed | FURTHER_ARGUMENTS.get(need, frozenset()))
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ class BlockGroup:
     codes: bool = False  # whether their weights are MX codes of a conversion
     ordered: bool = False  # stock weights in the kernels' order: gate and up in one, or ``[E, H, 2I]``, ``[E, I, H]``
     dtype: torch.dtype = torch.bfloat16  # of the parameters
+    gate: Gate = SWIGLU
     stack: MXExpertStack | None = field(default=None, compare=False, repr=False)
     """Of blocks with MX codes, the first one's tensors, which may be on the meta device."""
 
     def block(self, precision: str, block_size: int) -> Block:
         """Return the block as its kernels see it; the sizes are known."""
         assert self.hidden is not None and self.inner is not None, "blocks without a reason have sizes"
-        return Block(self.kind, precision, self.hidden, self.inner, block_size)
+        size = block_size if self.kind == "experts" else ONE_EXPERT_BLOCK
+        return Block(self.kind, precision, self.hidden, self.inner, size, self.gate)
 
     @property
     def label(self) -> str:
@@ -96,6 +98,7 @@ class Usable:
     documented: dict[str, str | None]  # by chip, why not with SDK 2.33 there; None where they do
     block_size: int  # that the answers are for
     block_sizes: dict[str, tuple[int, ...]]  # by place, those the kernels take; only of trainable experts with kernels
+    notes: tuple[str, ...] = ()  # on how the kernels compute them
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -109,6 +112,7 @@ class Usable:
             "gated": group.gated,
             "precision": self.precision,
             "kernels": list(self.kernels),
+            "notes": list(self.notes),
             "frozen": group.codes,
             "training": NO_TRAINING if group.codes else None,
             "block_size": self.block_size if group.experts is not None and not group.codes else None,
@@ -125,7 +129,7 @@ def block_groups(model: nn.Module) -> list[BlockGroup]:
         if found.reason is None:
             ordered = len(found.roles.inputs) == 1 if found.roles is not None else bool(found.module.is_transposed)
             weight = getattr(*stock_slot(found.module, found.rules[0].stock[0]))
-            group = replace(group, ordered=ordered, dtype=weight.dtype)
+            group = replace(group, ordered=ordered, dtype=weight.dtype, gate=found.gate)
         groups.setdefault((group, None), []).append(found.name)
     for name, block in model.named_modules():
         if isinstance(block, QuantizedBlock):
@@ -170,6 +174,7 @@ _Places = dict[str, tuple[Device, Adapter]]
 def _answer(group: BlockGroup, precision: str, places: _Places, size: int, unavailable: str | None) -> Usable:
     kernels: tuple[str, ...] = ()
     blocks: list[Block] = []
+    notes: tuple[str, ...] = ()
     if group.stack is not None:
         kernels = (FUNCTIONS[kernel_need(group.stack)][0],)
         reasons = {
@@ -179,11 +184,11 @@ def _answer(group: BlockGroup, precision: str, places: _Places, size: int, unava
         reasons = dict.fromkeys((*PLATFORMS, HERE), group.reason)
     else:
         block = group.block(precision, size)
-        kernels = tuple(FUNCTIONS[need][0] for need in block.needs)
+        kernels, notes = tuple(FUNCTIONS[need][0] for need in block.needs), block.notes
         reasons = {name: unsupported_reason(block, *place) for name, place in places.items()}
         blocks = [] if group.experts is None else [group.block(precision, each) for each in BLOCK_SIZES]
     sizes = {
         name: tuple(each.block_size for each in blocks if unsupported_reason(each, *place) is None)
         for name, place in places.items()
     }
-    return Usable(group, precision, kernels, reasons.pop(HERE, unavailable), reasons, size, sizes)
+    return Usable(group, precision, kernels, reasons.pop(HERE, unavailable), reasons, size, sizes, notes)

@@ -29,6 +29,7 @@ from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, SOURCE, Chip,
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import patch_model, unpatch_model
+from hf_neuron_moe.precision_map import Precision, precision_of
 
 WEIGHT_LAYOUTS = ("kernel", "stock")
 """``NeuronMoEConfig(weights=...)``; the first is what ``"auto"`` takes where Neuron kernels compute."""
@@ -56,6 +57,7 @@ class GroupFloor:
     """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
     of 128; None of blocks that PyTorch's own modules compute too."""
     copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`WEIGHT_LAYOUTS`
+    precision: str = ""  # what the blocks compute with
 
     @property
     def padding_overhead_percent(self) -> float | None:
@@ -74,6 +76,7 @@ class GroupFloor:
         return {
             **self.group.to_dict(),
             "top_k": self.group.top_k,
+            "precision": self.precision,
             "keep": self.keep,
             "policies": dict(self.policies),
             "kernel": {"usable": self.reason is None, "reason": self.reason},
@@ -92,7 +95,7 @@ class Roofline:
     """Result of :func:`roofline`."""
 
     core: Chip  # figures of one logical core
-    precision: str
+    precision: Precision  # as asked for
     step: Step
     policies: tuple[str, ...]  # names of the activation policies
     groups: tuple[GroupFloor, ...]  # the model's blocks, those that the kernels compute first
@@ -174,6 +177,11 @@ class TorchBlock(Block):
     """A block as the torch backend pads it, in place of a kernel."""
 
     @property
+    def blockwise(self) -> bool:
+        """Whether tokens are sorted into blocks of experts."""
+        return self.kind == "experts"
+
+    @property
     def padded(self) -> tuple[int, int]:
         """H and I in multiples of 128."""
         return padded_size(self.hidden), padded_size(self.inner)
@@ -188,27 +196,41 @@ def kept_by_blocks(model: nn.Module, config: NeuronMoEConfig) -> dict[str, str]:
         unpatch_model(model)
 
 
+def precisions_by_blocks(model: nn.Module, config: NeuronMoEConfig) -> dict[str, str]:
+    """Return each block's precision; `model` is unpatched afterwards."""
+    entries = patch_model(model, config, strict=False).patched
+    unpatch_model(model)
+    return {entry.name: entry.precision for entry in entries if entry.precision is not None}
+
+
 def roofline(
     groups: Iterable[BlockGroup],
     chip: str,
-    precision: str,
+    precision: Precision,
     step: Step,
     kept: Mapping[str, Mapping[str, str]] | None = None,
+    own: Mapping[str, str] | None = None,
 ) -> Roofline:
     """Estimate the least time of forward and backward of a model's blocks on one logical core.
 
     `groups` are those of :func:`~hf_neuron_moe.device.kernel_support.block_groups`, `chip` is ``"trn2"`` or ``"trn3"``.
-    `kept` has by policy what :func:`kept_by_blocks` returns; without it every block keeps gate and up.
+    `kept` has by policy what :func:`kept_by_blocks` returns; without it every block keeps gate and up. `own` is what
+    :func:`precisions_by_blocks` returns; without it, a map of precisions is matched with the blocks' first names.
     """
     core = CHIPS[chip].core(DOCUMENTED_LNC)
-    kept = {"minimal": {}} if kept is None else kept
+    kept, own = {"minimal": {}} if kept is None else kept, own or {}
     parts = []
-    for group in groups:
-        by_keep: dict[str, Counter[str]] = defaultdict(Counter)
-        for policy, keeps in kept.items():
-            for name in group.names:
-                by_keep[keeps.get(name, "minimal")][policy] += 1
-        parts += [_group_floor(group, keep, counts, core, precision, step) for keep, counts in by_keep.items()]
+    for whole in groups:
+        names: dict[str, list[str]] = defaultdict(list)
+        for name in whole.names:
+            names[own.get(name) or precision_of(precision, (name,))].append(name)
+        for each, alike in names.items():
+            group = whole if len(names) == 1 else replace(whole, names=tuple(alike))
+            by_keep: dict[str, Counter[str]] = defaultdict(Counter)
+            for policy, keeps in kept.items():
+                for name in group.names:
+                    by_keep[keeps.get(name, "minimal")][policy] += 1
+            parts += [_group_floor(group, keep, counts, core, each, step) for keep, counts in by_keep.items()]
     parts.sort(key=lambda part: part.reason is not None)
     return Roofline(core, precision, step, tuple(kept), tuple(parts))
 
@@ -217,8 +239,8 @@ def _group_floor(
     group: BlockGroup, keep: str, policies: Mapping[str, int], core: Chip, precision: str, step: Step
 ) -> GroupFloor:
     if group.hidden is None or group.inner is None:
-        return GroupFloor(group, "", policies, reason=group.reason or "its sizes are not known")
-    result = partial(GroupFloor, group, keep, policies)
+        return GroupFloor(group, "", policies, reason=group.reason or "its sizes are not known", precision=precision)
+    result = partial(GroupFloor, group, keep, policies, precision=precision)
     block, adapter = group.block(precision, step.block_size), DocumentedAdapter()
     pairs = step.tokens * (1 if group.top_k is None else min(group.top_k, group.experts or 0))
     if not pairs:

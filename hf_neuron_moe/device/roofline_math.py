@@ -11,7 +11,9 @@ architecture" (about-neuron/arch), figures per chip; the pages of the cores give
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, Keep, parse_keep
@@ -19,35 +21,14 @@ from hf_neuron_moe.backends.neuron.limits import Block
 from hf_neuron_moe.backends.neuron.static_plan import block_count
 from hf_neuron_moe.formats.padding import padded_size
 
-SOURCE = "AWS Neuron documentation, about-neuron/arch, Trainium2 and Trainium3, figures per chip divided by cores"
+_DATA = tomllib.loads(Path(__file__).with_name("roofline.toml").read_text(encoding="utf-8"))
+SOURCE: str = _DATA["source"]
 PHYSICAL_CORES = 8
 BYTES = 2
 _FP8 = (1 + 2 / 64) / 2
 """A value in FP8 groups, a byte and a share of a bf16 scale for 64, in bf16 values."""
 
-ASSUMPTIONS = (
-    "one logical core of two physical ones (LNC 2) computes the tokens; a process of a run has one",
-    "matmuls at the published dense peak, memory at the published bandwidth, each pass (forward, forward again under "
-    "gradient checkpointing, backward) the longer of the two; the least time is their sum, so it may exceed both",
-    "2 bytes per value, in MXFP8 too: its operands pass through the memory in bf16 and are quantized on the chip",
-    "sizes with padding: T to 128 (dense blocks), H and I to the kernels' multiples; P = T * K pairs, N blocks of B",
-    "N = ceil((P - (E - 1)) / B) + E - 1, the static worst case, which the kernels are compiled for; in mxfp8 rounded "
-    "up to an even number, since two cores share the blocks",
-    "dense, forward: x in and y out (2 T H), weights (3 H I), the intermediate out and in (2 T I); gate and up out "
-    "(2 T I) if anything is kept, 5 T I more if their products are",
-    "dense, backward: dy in and dx out (2 T H), weights (3 H I), every checkpoint in (T I each); trained: x in (T H), "
-    "gradients out (3 H I); gate and up not kept: x in (T H), two weights in (2 H I), both out and in (4 T I)",
-    "experts, forward: x in, y read and added to (3 P H), weights once per block (3 N H I); gate and up out (2 N B I) "
-    "if kept",
-    "experts, backward: dy in, dx read and added to (3 P H), weights once per block (3 N H I), gate and up in (2 N B I)"
-    "; trained: x in (P H), gradients read and added to once per block (6 N H I); gate and up not kept: the forward "
-    "with gate and up out once more",
-    "activations='fp8': gate, up (experts: 2 N B I) and x (T H) in once more and out at 33/64 of 2 bytes; in the "
-    "backward in at that, and out in bf16 (dense: 8 T I for gate, up and their products)",
-    "gradient checkpointing computes every forward twice; elementwise work is free, its memory is not",
-    "frozen weights get no gradient; the documented backward kernels compute it all the same, which is told apart",
-    "blocks that no kernel computes are listed, and not in the sum; their times are those of PyTorch's padding, to 128",
-)
+ASSUMPTIONS: tuple[str, ...] = tuple(_DATA["assumptions"])
 """What :func:`floor_of` counts, for whoever checks a number by hand."""
 
 
@@ -67,11 +48,7 @@ class Chip:
         return Chip(self.name, flops, self.bandwidth * share, int(self.memory * share))
 
 
-CHIPS = {
-    "trn2": Chip("trn2", {"bf16": 667e12, "fp32": 181e12}, 2.9e12, 96 * 2**30),
-    "trn3": Chip("trn3", {"bf16": 671e12, "mxfp8": 2517e12, "fp32": 183e12}, 4.9e12, 144 * 2**30),
-}
-"""Trn2's 1,299 TFLOP/s in FP8 are of a format that is not MX (e4m3 up to 240), which no kernel here uses."""
+CHIPS = {name: Chip(name, **figures) for name, figures in _DATA["chip"].items()}
 
 
 @dataclass(frozen=True)
@@ -115,10 +92,10 @@ def floor_of(
     block: Block, core: Chip, step: Step, keep: str, top_k: int | None = None, experts: int | None = None
 ) -> Floor:
     """Return the floor of a dense MLP, or of experts of which a token has `top_k`; `keep` is a canonical string."""
-    if top_k is None or experts is None:
-        three, again, *moved = _dense(block, step, parse_keep(keep))
+    if block.blockwise:
+        three, again, *moved = _routed(block, step, parse_keep(keep), top_k or 1, experts or 1)
     else:
-        three, again, *moved = _routed(block, step, parse_keep(keep), top_k, experts)
+        three, again, *moved = _dense(block, step, parse_keep(keep))
     # Three matmuls forward; backward three for the input and three for the weights, and what is made again.
     flops = [three] * (2 if step.checkpointing else 1) + [three * (2 if step.trained else 1) + again]
     values = [moved[0]] * (2 if step.checkpointing else 1) + [moved[1]]

@@ -1,13 +1,14 @@
 """How far a result of the kernels is from PyTorch's, whether rounding explains it, and if not, what is wrong where.
 
-Sources of the bounds: nki-library ``moe_cte``, ``blockwise_mm_bwd`` and ``mlp_mxfp8``, where they round, and the
-tolerances of their tests.
+tolerances.toml has the bounds and their reasons.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +18,7 @@ EQUAL, PASS, CLOSE, FAIL, ERROR, NOT_RUN = "equal", "pass", "close", "fail", "er
 
 SHAPE, MISSING, NOT_FINITE, NOT_WRITTEN = "shape", "missing", "not finite", "not written"
 LAST_ROW, PART, SCALED, NOISE, OTHER = "last row", "part", "scaled", "noise", "other function"
-"""What can be wrong with a result: the values of :attr:`TensorResult.fault`."""
-
-CAUSES = {
-    SHAPE: "the installed nkilib returns another form than its documents say",
-    MISSING: "the kernel returns no such gradient",
-    NOT_FINITE: "memory that a kernel did not write, or scales read in another layout",
-    NOT_WRITTEN: "the kernel did not write its output, or it was not returned",
-    LAST_ROW: "moe_cte documents T+1 rows and blockwise_mm_bwd T: so it looks if a kernel counts them otherwise",
-    PART: "blocks of tokens or experts that were dropped, or written elsewhere",
-    SCALED: "a factor that is applied twice, or not at all",
-    OTHER: "another layout of weights or scales than documented",
-}
-"""By fault, what it looks like."""
+"""What can be wrong with a result: the values of :attr:`TensorResult.fault`; verdicts.toml says what they look like."""
 
 _CHUNK = 1 << 24
 """Values looked at together: gradients of large experts have a thousand million."""
@@ -46,32 +35,11 @@ class Bounds(NamedTuple):
     factor: float  # largest deviation from 1 of the factor between the two; rounding to nearest has no bias
 
 
-BF16_STEP = 2.0**-8
-"""Spacing of bf16 values relative to the largest of their binade."""
-
-BOUNDS = {
-    "bf16": Bounds(36.0, 24.0, 2e-2, 24.0, BF16_STEP),
-    "mxfp8": Bounds(30.0, 20.0, 5e-2, 16.0, BF16_STEP),
-}
-"""By precision; both sides of a comparison follow the same rules, and only the order of sums may differ.
-
-bf16: one rounding leaves 56 dB. The kernels round gate, up, their product, both cores' partial sums, and the running
-sum once per expert or, for weights' gradients, once per block: 36 dB is a hundred roundings, more than a call has.
-2e-2 is the tolerance of nki-library's tests.
-
-MXFP8: operands are quantized from bf16, the first matmul's products and the activations' gradients once more. Were all
-of these off by one step of bf16, quantizing them leaves 33 dB; 30 dB is two such stages. (The format's own error,
-31 dB, is on both sides and cancels.) 5e-2 is the tolerance of nki-library's tests of MX kernels.
-
-A token that lacks one of K experts has ``10 log10(K)`` dB: slice_db finds it up to K = 40 in MXFP8. A wrong layout
-gives about 0 dB."""
-
-EMULATED = Bounds(44.0, 30.0, 8e-3, 30.0, BF16_STEP)
-"""For bf16 results beside a reference that rounds where the kernels do, so that only the order of fp32 sums differs.
-
-Such a difference moves a value that lies between two bf16 numbers to the other one: one step of 2^-8 at most, and as
-long as not every value moves, less noise than one rounding of all values has (56 dB). 44 dB is sixteen such roundings,
-8e-3 two steps of the largest value."""
+_DATA = tomllib.loads(Path(__file__).with_name("tolerances.toml").read_text(encoding="utf-8"))
+BOUNDS = {precision: Bounds(**figures) for precision, figures in _DATA["bounds"].items()}
+"""By precision; both sides of a comparison follow the same rules, and only the order of sums may differ."""
+EMULATED = Bounds(**_DATA["emulated"])
+"""For bf16 results beside a reference that rounds where the kernels do, so that only the order of fp32 sums differs."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 ``mx`` quantizes. ``swizzle`` and ``scales`` arrange the result as the kernels read it; ``moe_mx`` does the same for
 expert weights. ``layouts`` moves weights between Hugging Face's and the kernels' axes. ``group_fp8`` stores
-activations. The facts they are built on are in ``constants``.
+activations. ``source_codes`` decodes the weights of quantized checkpoints. The facts they are built on are in
+``constants``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ from hf_neuron_moe.formats.scales import (
     to_compact as to_compact,
     to_oversized as to_oversized,
     to_packed as to_packed,
+)
+from hf_neuron_moe.formats.source_codes import (
+    dequantize_fp8_blocks as dequantize_fp8_blocks,
+    dequantize_mxfp4_blocks as dequantize_mxfp4_blocks,
+    dequantize_packed_fp4 as dequantize_packed_fp4,
 )
 from hf_neuron_moe.formats.swizzle import (
     k_map as k_map,

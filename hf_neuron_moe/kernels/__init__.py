@@ -60,6 +60,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MlpBwdConfig as MlpBwdConfig,
     MlpBwdMatmulConfig as MlpBwdMatmulConfig,
     MlpFwdConfig as MlpFwdConfig,
+    footprint as footprint,
     get_backward_config_for_shape as get_backward_config_for_shape,
     get_forward_config_for_shape as get_forward_config_for_shape,
 )
@@ -82,7 +83,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.recompute import (
     recompute_hidden as recompute_hidden,
     recompute_intermediate as recompute_intermediate,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import footprint as footprint
 from hf_neuron_moe.reference.moe_cte import MoEForward as MoEForward, moe_cte as moe_cte
 from hf_neuron_moe.reference.moe_cte_direct import (
     blockwise_mm_baseline_shard_hidden as blockwise_mm_baseline_shard_hidden,

@@ -27,31 +27,15 @@ from torch import Tensor
 from hf_neuron_moe import kernels
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import counted_config, counted_configs
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import check_buffer, check_descriptor
-from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config, counted_configs
 from hf_neuron_moe.reference.moe_types import ShardOption229 as ShardOption, bound
 from hf_neuron_moe.reference.specification import signatures
-
-__all__ = [
-    "ShardOption",
-    "blockwise_mm_bwd",
-    "compute_fused_gate_up_down_mxfp8",
-    "compute_phase1_down_proj_mm_grad_mxfp8",
-    "compute_phase2_hidden_states_grad_mxfp8",
-    "compute_phase3_gate_up_weight_grad_mxfp8",
-    "compute_phase4_down_weight_grad_mxfp8",
-    "fp8_mul_backward",
-    "get_config_for_shape",
-    "get_program_sharding_info",
-    "mlp_backward_mxfp8_base_nki",
-    "mlp_backward_mxfp8_nki",
-    "mlp_forward_mxfp8_nki",
-    "moe_cte",
-]
 
 ReturnT = TypeVar("ReturnT")
 Call = dict[str, Any]
 _DOCUMENTED = signatures("2_30")
+__all__ = ["ShardOption", *sorted(_DOCUMENTED)]
 _OWN = (
     *("convention", "device_limits", "limits", "mx_scale_rule", "execute", "accumulation", "upstream_bugs"),
     *("down_proj_bias", "upstream_affinity_grad"),

@@ -16,13 +16,14 @@ from torch import nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends import drop_weight_copies, release_gradient_memory
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.own_forward import check_own_forward
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.structure import CALL_HOOKS, GATES, gate_of, has_call_hooks, unsupported_activation
+from hf_neuron_moe.modules.structure import ACTIVATIONS, CALL_HOOKS, gate_of, has_call_hooks, unsupported_activation
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
 HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
@@ -102,10 +103,10 @@ class NeuronBlock(nn.Module):
         for rule in rules:
             self.register_parameter(rule.kernel, make_kernel_parameter(original, rule))
 
-    def _remember_activation(self, name: str | None) -> None:
-        """Note the activation and its gate; not through setattr, which would register a second child."""
+    def _remember_activation(self, name: str | None, gate: Gate | None = None) -> None:
+        """Note the activation and the gate; not through setattr, which would register a second child."""
         activation = self.__dict__["neuron_activation"] = None if name is None else self._attribute(name)
-        self.neuron_gate = "silu" if name is None else gate_of(activation) or "silu"
+        self.neuron_gate = gate or gate_of(activation) or SWIGLU
 
     def _attribute(self, name: str) -> Any:
         return self._modules.get(name, self.__dict__.get(name))
@@ -117,9 +118,9 @@ class NeuronBlock(nn.Module):
         now = self._attribute(name)
         # The object seen at patching, as it was, is known at a glance that costs no import.
         known = now is self.__dict__["neuron_activation"] and "forward" not in getattr(now, "__dict__", ())
-        reason = None if known else unsupported_activation(now, self.neuron_gate)
+        reason = None if known else unsupported_activation(now, self.neuron_gate.act)
         if reason is not None:
-            expected = f"{GATES[self.neuron_gate].title}, as when the block was patched"
+            expected = f"{ACTIVATIONS[self.neuron_gate.act].title}, as when the block was patched"
             fix = "The kernels have no other activation: unpatch the model before changing it."
             raise UnsupportedModelError.about(name, expected, reason, fix).named(self.neuron_name)
         if not isinstance(now, nn.Module) or self.neuron_warned or not has_call_hooks(now):
@@ -157,8 +158,8 @@ def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
     if replacement.training != original.training:  # the layers that weights in kernel layout replaced
         for name in replacement.neuron_stock_order:
             stock_slot(original, name)[0].training = replacement.training
-    layout_flag = {"is_transposed"} if replacement.neuron_rules else set()
-    for key in original.__dict__.keys() & replacement.__dict__.keys() - {*_OWN_COPY, *layout_flag}:
+    layout_flags = {"is_transposed", "is_concatenated"} if replacement.neuron_rules else set()
+    for key in original.__dict__.keys() & replacement.__dict__.keys() - {*_OWN_COPY, *layout_flags}:
         original.__dict__[key] = replacement.__dict__[key]
 
 

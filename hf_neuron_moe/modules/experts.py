@@ -6,6 +6,7 @@ T tokens, K experts per token, E experts on this rank, H hidden size, I intermed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,82 +17,161 @@ from hf_neuron_moe.backends.base import Backend
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
-from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SORTED, STACKED
+from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
+from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
-from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
-from hf_neuron_moe.modules.structure import gate_of, unsupported_reason_swiglu_experts
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
+from hf_neuron_moe.precision_map import PrecisionMap
 
 
-def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:
-    """Return the kernel layout's parameters ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``."""
-    return tuple(WeightRule(name, (name,), transposed=not is_transposed) for name in ("gate_up_proj", "down_proj"))
-
-
-class NeuronExperts(NeuronBlock):
-    """SwiGLU experts computed by the operator, their weights in the original 3-D parameters."""
-
-    is_transposed: bool
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
+class ExpertsBlock(NeuronBlock):
+    """Experts computed by the operator, their weights in the original parameters."""
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__(original, name, config)
-        self._remember_activation("act_fn")
+        self.neuron_form = read_experts(original)
+        self._remember_activation(self.neuron_form.activation, self.neuron_form.gate)
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        config, (K, E) = self.neuron_config, (self.neuron_top_k or 0, len(self.down_proj))
-        sizes = (*_sizes(self), K, config.backend)
-        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size)
+        config, (E, H, I) = self.neuron_config, self.neuron_form.sizes(self)  # noqa: E741
+        sizes, gate = (H, I, self.neuron_top_k or 0, config.backend), self.neuron_form.gate
+        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=gate)
+
+    def _run(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        """Check what may have changed since patching, and compute."""
+        form = self.neuron_form
+        self._check_activation(form.activation)
+        check_constants(self, form, self.neuron_name)
+        axis = 2 if form.transposed else 1
+        check_hidden_states(hidden_states, parameter_of(self, form.down), axis, self.neuron_name)
+        rows = hidden_states.shape[:-1].numel() * (1 if form.post_norm is None else routing[0].shape[1])
+        backend = self._call_backend(rows)
+        return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
+
+
+class NeuronExperts(ExpertsBlock):
+    """Experts that get hidden states, ids and weights."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
-        `hidden_states` are ``[T, H]``, as is the result; `top_k_index` and `top_k_weights` ``[T, K]``. Ids of E and
-        above belong to another rank and add nothing.
+        `hidden_states` are ``[T, H]``, as is the result, or ``[B, S, H]`` where the original takes those;
+        `top_k_index` and `top_k_weights` ``[T, K]``. Ids of E and above belong to another rank and add nothing.
         """
-        self._check_activation("act_fn")
-        config, axis = self.neuron_config, 2 if self.is_transposed else 1
-        check_hidden_states(hidden_states, self.down_proj, axis, self.neuron_name)
-        inputs, backend = (hidden_states, top_k_index, top_k_weights), self._call_backend(hidden_states.shape[0])
-        return _compute(self, inputs, config, backend, self.neuron_keep, self.neuron_gate)
+        return self._run(hidden_states, top_k_index, top_k_weights)
 
 
-def _compute(
-    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str, gate: str
+class SelfRoutedExperts(ExpertsBlock):
+    """Experts that get hidden states only: with a router of their own, or sorted by expert."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return what the original's call does, in the shape of `hidden_states` ``[..., H]``."""
+        return self._run(hidden_states)
+
+
+def compute_experts(
+    module: Any,
+    inputs: tuple[Tensor, ...],
+    form: ExpertsForm,
+    config: NeuronMoEConfig,
+    backend: str,
+    keep: str,
 ) -> Tensor:
-    return ops.experts(
-        *inputs,
-        module.gate_up_proj,
-        module.down_proj,
-        transposed=module.is_transposed,
-        precision=config.precision,
-        block_size=config.block_size,
-        backend=backend,
-        activations=keep,
-        training=module.training,
-        cache_weights=caches_weights(module),
-        gate=gate,
-    )
+    """Return what a module of this `form` computes of `inputs`, the arguments of its call."""
+    gate_up, down, *biases = (parameter_of(module, name) for name in _operands(form))
+    if form.call == STACKED:
+        gate_up, down = _of_stacked(module, form)
+    if form.call == IDENTITY:
+        gate_up = gate_up[: len(down)]  # experts that return their input have rows too, which nothing reads
+    if form.biased and form.bias_interleaved and not form.interleaved:
+        biases[0] = halves_together(biases[0])
+
+    def operator(x_TH: Tensor, ids_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        return ops.experts(
+            x_TH,
+            ids_TK,
+            weight_TK,
+            gate_up,
+            down,
+            transposed=form.transposed,
+            precision=config.precision,
+            block_size=config.block_size,
+            backend=backend,
+            activations=keep,
+            training=module.training,
+            cache_weights=caches_weights(module),
+            gate=form.gate,
+            interleaved=form.interleaved,
+            biases=(biases[0], biases[1]) if form.biased else (None, None),
+        )
+
+    if form.call == STACKED:
+        return experts_calls.stacked(operator, *inputs)
+    if form.call == IDENTITY:
+        return experts_calls.identity(operator, len(down), *inputs)
+    if form.call == BY_EXPERT:
+        return experts_calls.by_expert(operator, len(down), *inputs)
+    if form.call == SORTED:
+        return experts_calls.in_expert_order(operator, module.router, module.bias, len(down), *inputs)
+    norm = None if form.post_norm is None else getattr(module, form.post_norm)
+    return experts_calls.routed(operator, norm, *inputs)
 
 
-def _sizes(module: Any) -> tuple[int, int]:
-    """H and I of an experts module."""
-    shape = module.down_proj.shape
-    return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
+def _operands(form: ExpertsForm) -> tuple[str, ...]:
+    """Names of gate_up, down and their biases; fields only, since compilers do not trace properties of constants."""
+    gate_up, down = form.inputs[0], form.down
+    return (gate_up, down, f"{gate_up}_bias", f"{down}_bias") if form.biased else (gate_up, down)
+
+
+def _of_stacked(module: nn.Module, form: ExpertsForm) -> tuple[Tensor, Tensor]:
+    """Return gate_up ``[E, 2I, H]``, a copy, and down ``[E, H, I]`` of weights ``[E I, H]``."""
+    E, H, I = form.sizes(module)  # noqa: E741
+    gate, up, down = (parameter_of(module, name).view(E, I, H) for name in form.parameters)
+    return torch.cat([gate, up], dim=1), down.transpose(1, 2)
 
 
 class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
-    """SwiGLU experts that own ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``, with a stock state_dict."""
+    """Experts that own gate_up ``[E, H, 2I]`` and down ``[E, I, H]``, with a stock state_dict."""
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__(original, name, config)
-        self._own_weights(original, expert_rules(self.is_transposed))
-        # The flag describes the parameters as they are now; peft's target_parameters reads it.
-        self.is_transposed = True
+        self._own_weights(original, self.neuron_form.rules)
+        self.neuron_form = replace(self.neuron_form, transposed=True, interleaved=False)
+        # The flags describe the parameters as they are now; peft's target_parameters reads the first.
+        self.is_transposed = self.is_concatenated = True
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.refuse_adapters(prefix[:-1])
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        if any("lora_" in key and key.startswith(_outside_adapters(prefix)) for key in state_dict):
+            self.refuse_adapters(prefix[:-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def refuse_adapters(self, name: str) -> None:
+        """Raise for adapters that are saved or loaded where the stock weights' columns have another order.
+
+        `name` is the block's present one, which shows peft's wrapper around it.
+        """
+        if name.endswith(".base_layer") and any(rule.interleaved for rule in self.neuron_rules):
+            expected = "without adapters on its parameters in kernel layout when they are saved or loaded"
+            fix = "Call merge_and_unload() before saving. Or patch with weights='stock' and train the adapters there."
+            got = "adapters whose columns have another order than in stock models"
+            raise UnsupportedModelError.about("the block", expected, got, fix).named(self.neuron_name)
+
+
+def _outside_adapters(prefix: str) -> str:
+    """Return the state_dict prefix of the module that peft's wrappers stand in for."""
+    while prefix.endswith(".base_layer."):
+        prefix = prefix.removesuffix("base_layer.")
+    return prefix
 
 
 @public
@@ -102,8 +182,9 @@ def register_experts_implementation(
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
     selects it, process-wide. Parameters and checkpoints stay transformers' own, so that the ``weights`` of `config`
-    must be ``"auto"`` or ``"stock"``; its activations are a preset or a policy without exceptions. An implementation
-    `name` of another origin is not replaced. Under transformers' tensor or expert parallelism the first call raises.
+    must be ``"auto"`` or ``"stock"``; its precision is one for all, its activations a preset or a policy without
+    exceptions. An implementation `name` of another origin is not replaced. Under transformers' tensor or expert
+    parallelism the first call raises.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -114,6 +195,10 @@ def register_experts_implementation(
         expected = "'auto' or 'stock', since the parameters stay the model's own"
         fix = "Use patch_model for weights in kernel layout."
         raise ConfigError.about("config.weights", expected, "'kernel'", fix)
+    if isinstance(options.precision, PrecisionMap):
+        expected = "one precision: an implementation does not know the names of the blocks it computes"
+        fix = "Use patch_model for a precision per block."
+        raise ConfigError.about("config.precision", expected, repr(options.precision), fix)
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
         expected = "a name that no other experts implementation has"
@@ -133,26 +218,28 @@ class _RegisteredExperts:
         self.warned: set[str] = set()
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        _check_supported(module)
-        config, gate = self.config, gate_of(module.act_fn) or "silu"
+        form, config = _supported_form(module), self.config
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
 
         def support(kernels: Backend) -> Support:
-            shape = BlockShape("experts", *_sizes(module), len(module.down_proj))
-            spec = BlockSpec(config.precision, config.block_size, module.is_transposed, gate)
+            E, H, I = form.sizes(module)  # noqa: E741
+            shape = BlockShape("experts", H, I, E, biased=(form.biased, form.biased))
+            spec = BlockSpec(config.precision, config.block_size, form.transposed, form.gate, form.interleaved)
             return kernels.support(shape, spec, tokens=tokens)
 
         backend = usable_backend(config, hidden_states.device, type(module).__name__, support, self.warned)
-        return _compute(module, (hidden_states, top_k_index, top_k_weights), config, backend, self.keep, gate)
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        return compute_experts(module, inputs, form, config, backend, self.keep)
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made
 @public("experts implementation of hf_neuron_moe")
-def _check_supported(module: nn.Module) -> bool:
-    reason = unsupported_reason_swiglu_experts(module)
-    if reason is not None:
-        got = f"one that the kernels cannot compute: {reason}"
+def _supported_form(module: nn.Module) -> ExpertsForm:
+    try:
+        return read_experts(module)
+    except UnknownForm as answer:
+        got = f"one that the kernels cannot compute: {answer}"
         fix = "Use model.set_experts_implementation('grouped_mm') for this model."
-        raise UnsupportedModelError.about(type(module).__name__, "a plain SwiGLU experts module", got, fix)
-    return True
+        expected = "an experts module whose gate the kernels have"
+        raise UnsupportedModelError.about(type(module).__name__, expected, got, fix) from answer

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules import ops
@@ -99,12 +100,13 @@ def low_rank_mlp(
     layers: Sequence[LowRank],
     *,
     precision: str,
-    gate: str,
+    gate: Gate,
     activations: str,
     training: bool,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     **where: Any,
 ) -> Tensor:
-    """Return ``down(act(gate(x)) * up(x))`` whose weights have adapters, in `precision`, differentiable.
+    """Return an MLP with this `gate` and `biases` whose weights have adapters, in `precision`, differentiable.
 
     `layers` are gate ``[I, H]``, up ``[I, H]`` and down ``[H, I]``; or gate_up ``[2I, H]``, gate rows first, and down.
     Other arguments and the result are those of :func:`hf_neuron_moe.modules.ops.swiglu_mlp`; `where` has `backend` and
@@ -112,43 +114,47 @@ def low_rank_mlp(
     """
     check_no_transform((x_SH,))
     tensors = [tensor for layer in layers for tensor in layer[:3]]
-    learned = [x_SH, *(tensor for tensor in tensors if tensor is not None)]
+    learned = [tensor for tensor in (x_SH, *biases, *tensors) if tensor is not None]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
         options: dict[str, Any] = {"precision": precision, "gate": gate, "activations": activations, **where}
+        options["biases"] = biases
         return ops.swiglu_mlp(x_SH, *_effective_weights(layers, x_SH), training=training, **options)
     check_mlp(x_SH, *three_weights([layer.weight_ON for layer in layers]), precision)
     compute_SH = x_SH.to(COMPUTE_DTYPE[precision])
     call = BlockCall(BlockSpec(precision, gate=gate), parse_keep(activations), **where).encode()
-    y_SH: Tensor = _LowRankMLP.apply(compute_SH, tuple(layer.scaling for layer in layers), call, *tensors)
+    y_SH: Tensor = _LowRankMLP.apply(compute_SH, tuple(layer.scaling for layer in layers), call, *biases, *tensors)
     return y_SH.to(x_SH.dtype)
 
 
 class _LowRankMLP(torch.autograd.Function):
-    """The operator on changed weights; weight, a and b of one layer follow those of another in `tensors`."""
+    """The operator on changed weights; in `tensors`, weight, a and b of each layer follow the three biases."""
 
     @staticmethod
     def forward(ctx: Any, x_SH: Tensor, scalings: tuple[float, ...], call: str, *tensors: Tensor | None) -> Tensor:
         ctx.scalings, ctx.call = scalings, call
-        weights = _effective_weights(_layers(tensors, scalings), x_SH)
-        y_SH, *saved = ops.mlp_fwd(x_SH, *weights, call)
+        weights = _effective_weights(_layers(tensors[3:], scalings), x_SH)
+        y_SH, *saved = ops.mlp_fwd(x_SH, *weights, *tensors[:3], call)
         kept_SH = x_SH if BlockCall.decode(call).keep.keeps_input else x_SH.new_empty(0)
         ctx.save_for_backward(kept_SH, *tensors, *saved)
         return y_SH
 
     @staticmethod
     def backward(ctx: Any, dout_SH: Tensor) -> tuple[Tensor | None, ...]:
-        x_SH, *rest = ctx.saved_tensors
-        count = 3 * len(ctx.scalings)
-        layers, saved, needs = _layers(rest[:count], ctx.scalings), rest[count:], ctx.needs_input_grad[3:]
-        wants = (ctx.needs_input_grad[0], any(needs))
+        x_SH, gate_bias, up_bias, down_bias, *rest = ctx.saved_tensors
+        biases, count = (gate_bias, up_bias, down_bias), 3 * len(ctx.scalings)
+        layers, saved, needs = _layers(rest[:count], ctx.scalings), rest[count:], ctx.needs_input_grad[6:]
+        needs_bias = ctx.needs_input_grad[3:6]
+        wants = (ctx.needs_input_grad[0], any(needs) or any(needs_bias))
         weights = _effective_weights(layers, dout_SH)
-        dx, *d_weights = ops.mlp_bwd(dout_SH.contiguous(), x_SH, *weights, *saved, ctx.call, *wants)
+        found = ops.mlp_bwd(dout_SH.contiguous(), x_SH, *weights, *biases, *saved, ctx.call, *wants)
+        dx, *d_weights = found[:4]
+        d_biases = [grad if needed else None for grad, needed in zip(found[4:], needs_bias, strict=True)]
         if len(layers) == 2 and wants[1]:
             d_weights = [torch.cat(d_weights[:2]), d_weights[2]]
         with ops.exact_dtypes(dout_SH):
             per_layer = zip(d_weights, layers, (needs[:3], needs[3:6], needs[6:]))
             grads = [grad for arguments in per_layer for grad in _layer_grads(*arguments)]
-        return dx if wants[0] else None, None, None, *grads
+        return dx if wants[0] else None, None, None, *d_biases, *grads
 
 
 def _layers(tensors: Sequence[Any], scalings: Sequence[float]) -> list[LowRank]:

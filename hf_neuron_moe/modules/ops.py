@@ -19,11 +19,12 @@ from torch import Tensor
 from hf_neuron_moe.activation_policy import Keep, canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend, is_traceable
 from hf_neuron_moe.backends.base import NOTHING, Backend, BackwardCall
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.operator_registration import fake_of, operator
-from hf_neuron_moe.backends.spec import BlockCall, BlockShape, BlockSpec, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.spec import BlockCall, BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
 from hf_neuron_moe.checks import check_multiple
 from hf_neuron_moe.errors import GradientError, public
-from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp, check_no_transform
+from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_biases, check_experts, check_mlp, check_no_transform
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KEEPS = {precision: {keep: parse_keep(keep) for keep in keep_strings(precision)} for precision in COMPUTE_DTYPE}
@@ -41,27 +42,32 @@ def swiglu_mlp(
     activations: str = "minimal",
     training: bool = False,
     cache_weights: bool = True,
-    gate: str = "silu",
+    gate: Gate = SWIGLU,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:
-    """Return ``(act(x Wg^T) * x Wu^T) Wd^T``, ``[S, H]`` in the dtype of `x_SH`; differentiable.
+    """Return ``h Wd^T + bd``, h what `gate` makes of ``x Wg^T + bg`` and ``x Wu^T + bu``; differentiable.
 
     `x_SH` is ``[S, H]`` in any float dtype, read in bf16 (fp32 for `precision` ``"fp32"``; others are ``"bf16"`` and
-    ``"mxfp8"``); `gate_IH` and `up_IH` are ``[I, H]``, `down_HI` ``[H, I]``. `backend` is what
+    ``"mxfp8"``); `gate_IH` and `up_IH` are ``[I, H]``, `down_HI` ``[H, I]``, `biases` of gate and up ``[I]``, of down
+    ``[H]``. The result is ``[S, H]`` in the dtype of `x_SH`. `backend` is what
     :func:`hf_neuron_moe.backends.resolve_backend` returned. `activations` says what is saved for the backward, as a
     preset's name or a canonical keep string (:mod:`hf_neuron_moe.activation_policy`). `cache_weights` lets the backend
-    keep copies of the weights for the next call. `gate` names the activation's row in ``backends/torch/gating.py``.
+    keep copies of the weights for the next call.
 
     With `training` the result is that of a recorded forward to the last bit also where nothing is recorded, as in the
     first pass of a reentrant checkpoint. Otherwise inference may take a shorter way for few rows.
     """
     operands = (x_SH, gate_IH, up_IH, down_HI)
-    check_no_transform(operands)
-    if not training and _plain_inference(operands) and not torch.is_autocast_enabled(x_SH.device.type):
+    check_no_transform((*operands, *biases))
+    plain = gate.reads_up_as_it_is and biases == (None, None, None)
+    if plain and not training and _plain_inference(operands) and not torch.is_autocast_enabled(x_SH.device.type):
         y = get_backend(backend).mlp_decode(x_SH, gate_IH, up_IH, down_HI, precision, gate)
         if y is not None:
             return y
     check_mlp(x_SH, gate_IH, up_IH, down_HI, precision)
-    inputs = (x_SH.to(COMPUTE_DTYPE[precision]).contiguous(), gate_IH, up_IH, down_HI)
+    I, H = gate_IH.shape  # noqa: E741
+    check_biases({"gate_bias": (biases[0], (I,)), "up_bias": (biases[1], (I,)), "down_bias": (biases[2], (H,))}, x_SH)
+    inputs = (x_SH.to(COMPUTE_DTYPE[precision]).contiguous(), gate_IH, up_IH, down_HI, *biases)
     spec, kernels = BlockSpec(precision, gate=gate), _without_dispatch(inputs, backend)
     if kernels is not None:
         with exact_dtypes(x_SH):
@@ -87,31 +93,41 @@ def experts(
     activations: str = "minimal",
     training: bool = False,
     cache_weights: bool = True,
-    gate: str = "silu",
+    gate: Gate = SWIGLU,
+    interleaved: bool = False,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Return ``sum_k weight_k * expert_k(x)`` of gated experts, ``[T, H]`` in the dtype of `x_TH`; differentiable.
+    """Return ``sum_k weight_k * expert_k(x)``, ``[T, H]`` in the dtype of `x_TH`; differentiable.
 
     `x_TH` is ``[T, H]``; `top_k_index_TK` integer expert ids ``[T, K]``, of which those >= E are dropped;
     `top_k_weights_TK` ``[T, K]`` in any float dtype, read in fp32. `gate_up` is ``[E, 2I, H]`` (gate rows first) and
-    `down` ``[E, H, I]``; if `transposed`, which is never guessed from shapes, ``[E, H, 2I]`` and ``[E, I, H]``.
+    `down` ``[E, H, I]``; if `transposed`, which is never guessed from shapes, ``[E, H, 2I]`` and ``[E, I, H]``. If
+    `interleaved`, rows (or columns) of gate_up alternate, the gate's first. Without a gate there is I for 2I. `biases`
+    are those of gate_up, ``[E, 2I]`` in its order, and of down, ``[E, H]``.
     `block_size`, tokens per block of the blockwise kernels, matters for mxfp8 weight gradients only. The other
     arguments are those of :func:`swiglu_mlp`.
     """
-    check_no_transform((x_TH, top_k_weights_TK, gate_up, down))
-    check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision)
+    check_no_transform((x_TH, top_k_weights_TK, gate_up, down, *biases))
+    halves = 2 if gate.gated else 1
+    check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision, halves)
+    E, columns = len(gate_up), gate_up.shape[2 if transposed else 1]
+    check_biases({"gate_up_bias": (biases[0], (E, columns)), "down_bias": (biases[1], (E, x_TH.shape[1]))}, x_TH)
     if precision == "mxfp8":
         check_multiple(block_size, 128, "block_size of the plan", "MX groups need whole tiles")
-    inputs = (x_TH.to(COMPUTE_DTYPE[precision]).contiguous(), top_k_index_TK, top_k_weights_TK, gate_up, down)
-    spec, kernels = BlockSpec(precision, block_size, transposed, gate), _without_dispatch(inputs, backend)
+    inputs = (x_TH.to(COMPUTE_DTYPE[precision]).contiguous(), top_k_index_TK, top_k_weights_TK, gate_up, down, *biases)
+    spec = BlockSpec(precision, block_size, transposed, gate, interleaved)
+    kernels = _without_dispatch(inputs, backend)
     if kernels is not None:
         with exact_dtypes(x_TH):
             routing = Routing(top_k_index_TK, top_k_weights_TK)
-            y_TH, _ = kernels.experts_forward(inputs[0], routing, (gate_up, down), spec, _UNRECORDED[training])
+            weights = ExpertWeights(gate_up, down, *biases)
+            y_TH, _ = kernels.experts_forward(inputs[0], routing, weights, spec, _UNRECORDED[training])
     else:
         keep = recorded_policy(inputs, activations, precision, training)
         # What is saved of the routing has one form, whatever the router's dtypes.
         routing = Routing(top_k_index_TK.to(torch.int64), top_k_weights_TK.to(torch.float32))
-        y_TH = moe_fwd(inputs[0], *routing, gate_up, down, BlockCall(spec, keep, backend, cache_weights).encode())[0]
+        call = BlockCall(spec, keep, backend, cache_weights).encode()
+        y_TH = moe_fwd(inputs[0], *routing, gate_up, down, *biases, call)[0]
     return y_TH.to(x_TH.dtype)
 
 
@@ -119,15 +135,17 @@ _UNRECORDED = {False: NOTHING, True: parse_keep("recompute")}
 """Policy where no backward will come: of those that keep nothing, the one that computes as training does."""
 
 
-def recorded_policy(inputs: tuple[Tensor, ...], activations: str, precision: str, training: bool = False) -> Keep:
+def recorded_policy(
+    inputs: tuple[Tensor | None, ...], activations: str, precision: str, training: bool = False
+) -> Keep:
     """Return the policy where a backward may come, else one that keeps nothing."""
     if activations not in _KEEPS[precision]:
         activations = canonical_keep(activations, precision)
-    recording = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     return _KEEPS[precision][activations] if recording else _UNRECORDED[training]
 
 
-def _without_dispatch(inputs: tuple[Tensor, ...], backend: str) -> Backend | None:
+def _without_dispatch(inputs: tuple[Tensor | None, ...], backend: str) -> Backend | None:
     """The backend where it can be called without the operator around, whose dispatch is a share of one token's time."""
     if not _plain_inference(inputs):
         return None
@@ -135,12 +153,14 @@ def _without_dispatch(inputs: tuple[Tensor, ...], backend: str) -> Backend | Non
     return None if kernels.traceable else kernels
 
 
-def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:
+def _plain_inference(inputs: tuple[Tensor | None, ...]) -> bool:
     """Whether there is nothing to record, nothing to trace, and the tensors are ordinary ones."""
     if torch.compiler.is_compiling():
         return False
     recording = torch.is_grad_enabled()
     for tensor in inputs:
+        if tensor is None:
+            continue
         if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or (recording and tensor.requires_grad):
             return False
     return True
@@ -166,12 +186,20 @@ def traced_into(text: str) -> bool:
 
 @operator("hf_neuron_moe::mlp_fwd", traced_into)
 def mlp_fwd(
-    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, call: str
+    x_SH: Tensor,
+    gate_IH: Tensor,
+    up_IH: Tensor,
+    down_HI: Tensor,
+    gate_bias_I: Tensor | None,
+    up_bias_I: Tensor | None,
+    down_bias_H: Tensor | None,
+    call: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward of the dense MLP; returns y and the four tensors that the policy keeps."""
     (spec, keep, *_), kernels = called(call)
+    weights = FFNWeights(gate_IH, up_IH, down_HI, gate_bias_I, up_bias_I, down_bias_H)
     with exact_dtypes(x_SH):
-        y_SH, saved = kernels.mlp_forward(x_SH, FFNWeights(gate_IH, up_IH, down_HI), spec, keep)
+        y_SH, saved = kernels.mlp_forward(x_SH, weights, spec, keep)
     return y_SH, *saved
 
 
@@ -182,6 +210,9 @@ def mlp_bwd(
     gate_IH: Tensor,
     up_IH: Tensor,
     down_HI: Tensor,
+    gate_bias_I: Tensor | None,
+    up_bias_I: Tensor | None,
+    down_bias_H: Tensor | None,
     saved_a: Tensor,
     saved_b: Tensor,
     saved_c: Tensor,
@@ -189,30 +220,39 @@ def mlp_bwd(
     call: str,
     wants_input: bool,
     wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate, up and down; empty where not wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gate, up, down and their biases; empty where not wanted."""
     (spec, keep, *_), kernels = called(call)
-    weights, saved = FFNWeights(gate_IH, up_IH, down_HI), (saved_a, saved_b, saved_c, saved_d)
+    weights = FFNWeights(gate_IH, up_IH, down_HI, gate_bias_I, up_bias_I, down_bias_H)
+    saved = (saved_a, saved_b, saved_c, saved_d)
     with exact_dtypes(dout_SH):
         wanted = BackwardCall(spec, keep, Wants(wants_input, False, wants_weights))
         return kernels.mlp_backward(dout_SH, x_SH, weights, saved, wanted)
 
 
 @fake_of(mlp_fwd)
-def _(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, call: str) -> tuple[Tensor, ...]:
-    (spec, keep, *_), kernels = called(call)
+def _(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    (spec, keep, *_), kernels = called(rest[-1])
     saved = kernels.fake_saved(x_SH, BlockShape("mlp", *down_HI.shape), spec, keep)
     return x_SH.new_empty(x_SH.shape), *saved
 
 
 @operator("hf_neuron_moe::moe_fwd", traced_into)
 def moe_fwd(
-    x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor, call: str
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    call: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward of the experts; returns y and the four tensors that the policy keeps."""
     (spec, keep, *_), kernels = called(call)
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     with exact_dtypes(x_TH):
-        y_TH, saved = kernels.experts_forward(x_TH, Routing(index_TK, weight_TK), (gate_up, down), spec, keep)
+        y_TH, saved = kernels.experts_forward(x_TH, Routing(index_TK, weight_TK), weights, spec, keep)
     return y_TH, *saved
 
 
@@ -224,6 +264,8 @@ def moe_bwd(
     weight_TK: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     saved_a: Tensor,
     saved_b: Tensor,
     saved_c: Tensor,
@@ -232,20 +274,21 @@ def moe_bwd(
     wants_input: bool,
     wants_routing: bool,
     wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, the routing weights, gate_up and down; empty where not wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, the routing weights, gate_up, down and their biases; empty where not wanted."""
     (spec, keep, *_), kernels = called(call)
     routing, saved = Routing(index_TK, weight_TK), (saved_a, saved_b, saved_c, saved_d)
     with exact_dtypes(dout_TH):
         wanted = BackwardCall(spec, keep, Wants(wants_input, wants_routing, wants_weights))
-        return kernels.experts_backward(dout_TH, x_TH, routing, (gate_up, down), saved, wanted)
+        weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+        return kernels.experts_backward(dout_TH, x_TH, routing, weights, saved, wanted)
 
 
 @fake_of(moe_fwd)
 def _(
-    x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor, call: str
+    x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    (spec, keep, *_), kernels = called(call)
+    (spec, keep, *_), kernels = called(rest[-1])
     hidden, inner = down.shape[:0:-1] if spec.transposed else down.shape[1:]
     shape = BlockShape("experts", hidden, inner, len(down), index_TK.shape[1])
     return x_TH.new_empty(x_TH.shape), *kernels.fake_saved(x_TH, shape, spec, keep)
@@ -292,11 +335,13 @@ def set_derivative(
     def _(dout: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         inputs, flags = (dout, *rest), rest[-len(wanted) :]  # x, which may be saved empty, has a gradient like dout
         asked = ((inputs[place], flags[flag]) for place, flag in places)
-        return tuple(each.new_empty(each.shape) if wants else dout.new_empty(0) for each, wants in asked)
+        return tuple(
+            each.new_empty(each.shape) if wants and each is not None else dout.new_empty(0) for each, wants in asked
+        )
 
     forward.register_autograd(differentiate, setup_context=save)
     backward.register_autograd(_refuse_second_derivative)
 
 
-set_derivative(mlp_fwd, mlp_bwd, ((0,), (1, 2, 3)), lambda keep: keep.keeps_input)
-set_derivative(moe_fwd, moe_bwd, ((0,), (2,), (3, 4)), lambda keep: keep.keeps_input)
+set_derivative(mlp_fwd, mlp_bwd, ((0,), (1, 2, 3, 4, 5, 6)), lambda keep: keep.keeps_input)
+set_derivative(moe_fwd, moe_bwd, ((0,), (2,), (3, 4, 5, 6)), lambda keep: keep.keeps_input)

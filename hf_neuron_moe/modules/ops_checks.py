@@ -8,18 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import FLOATS, check_dtype, check_float, check_layouts, check_multiple, check_same_device
+from hf_neuron_moe.checks import (
+    FLOATS,
+    check_dtype,
+    check_float,
+    check_layouts,
+    check_multiple,
+    check_same_device,
+    check_shape,
+)
 from hf_neuron_moe.errors import DTypeError, GradientError, ShapeError, naming, not_one_of, public
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
 _FLOAT_SET = frozenset(FLOATS)
 
 
-def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
+def check_no_transform(tensors: tuple[Tensor | None, ...]) -> None:
     """Raise for tensors inside ``torch.func``'s transforms, for which the operators have no rules."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(each) for each in tensors if each is not None):
         expected = "a tensor outside of torch.func's transforms, for which the operators have no rules"
         fix = "Use backward() or torch.autograd.grad, or call unpatch_model(model) first."
         raise GradientError.about("every argument", expected, "one inside of grad, vjp, jvp, vmap or another one", fix)
@@ -86,8 +94,12 @@ def check_experts(
     down: Tensor,
     transposed: bool,
     precision: str,
+    halves: int = 2,
 ) -> None:
-    """Check the arguments of :func:`~hf_neuron_moe.modules.ops.experts` against each other."""
+    """Check the arguments of :func:`~hf_neuron_moe.modules.ops.experts` against each other.
+
+    `halves` is 1 where there is no gate, so that gate_up has I rows per expert.
+    """
     if (
         precision in COMPUTE_DTYPE
         and all(isinstance(tensor, Tensor) for tensor in (x_TH, index_TK, weights_TK, gate_up, down))
@@ -97,7 +109,7 @@ def check_experts(
         and index_TK.dtype in (torch.int64, torch.int32)
         and {x_TH.dtype, weights_TK.dtype, gate_up.dtype, down.dtype} <= _FLOAT_SET
         and x_TH.device == index_TK.device == weights_TK.device == gate_up.device == down.device
-        and (*index_TK.shape[:1], *gate_up.shape) == _expected_sizes(x_TH, down, transposed)
+        and (*index_TK.shape[:1], *gate_up.shape) == _expected_sizes(x_TH, down, transposed, halves)
     ):
         return
     floats = {"x_TH": x_TH, "top_k_weights_TK": weights_TK, "gate_up": gate_up, "down": down}
@@ -105,16 +117,29 @@ def check_experts(
     check_dtype(index_TK, (torch.int64, torch.int32), "top_k_index_TK")
     tensors = {**floats, "top_k_index_TK": index_TK}
     layouts = {"x_TH": "[T, H]", "top_k_index_TK": "[T, K]", "top_k_weights_TK": "[T, K]"}
-    sizes = check_layouts(tensors, {**layouts, "gate_up": "[E, H, 2I]" if transposed else "[E, 2I, H]"})
-    check_layouts(tensors, {"down": "[E, I, H]" if transposed else "[E, H, I]"}, **sizes, I=sizes["2I"] // 2)
-    check_multiple(sizes["2I"], 2, "2I of gate_up", "gate, then up")
+    both = "2I" if halves == 2 else "I"
+    sizes = check_layouts(tensors, {**layouts, "gate_up": f"[E, H, {both}]" if transposed else f"[E, {both}, H]"})
+    sizes["I"] = sizes[both] // halves
+    check_layouts(tensors, {"down": "[E, I, H]" if transposed else "[E, H, I]"}, **sizes)
+    check_multiple(sizes[both], halves, "2I of gate_up", "gate and up have the same size")
     check_same_device(tensors)
 
 
-def _expected_sizes(x_TH: Tensor, down: Tensor, transposed: bool) -> tuple[int, ...]:
+def _expected_sizes(x_TH: Tensor, down: Tensor, transposed: bool, halves: int) -> tuple[int, ...]:
     """Return T and the shape of gate_up that `x_TH` and `down` ask for; empty if those two do not fit each other."""
     tokens, hidden = x_TH.shape
     if down.dim() != 3 or down.shape[2 if transposed else 1] != hidden:
         return ()
     inner = down.shape[1 if transposed else 2]
-    return (tokens, len(down), hidden, 2 * inner) if transposed else (tokens, len(down), 2 * inner, hidden)
+    both = halves * inner
+    return (tokens, len(down), hidden, both) if transposed else (tokens, len(down), both, hidden)
+
+
+def check_biases(biases: Mapping[str, tuple[Tensor | None, tuple[int, ...]]], anchor: Tensor) -> None:
+    """Check biases, by argument name with the shape that each must have, against the weights' device."""
+    for name, (bias, shape) in biases.items():
+        if bias is None:
+            continue
+        check_float(bias, name)
+        check_shape(bias, shape, str(list(shape)), name)
+        check_same_device({"x": anchor, name: bias})

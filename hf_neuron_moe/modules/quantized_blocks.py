@@ -17,22 +17,25 @@ from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 SCALE_SUFFIX = "_scale"
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+"""Names of biases within the module, float buffers: gate's values first, then up's, whatever the original's order."""
 
 
 class QuantizedBlock(NeuronBlock):
     """Base of the blocks with MX weights.
 
     `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
-    activations. `layouts` say by role how codes are stored; `tensors` are codes and scales by :meth:`tensor_names`, on
-    the meta device until they are loaded. `roles` are those of a dense MLP's attributes, None for experts.
+    activations. `layouts` say by role how codes are stored; `tensors` are codes and scales by :meth:`tensor_names`, and
+    biases by :data:`BIASES` where there are any, on the meta device until they are loaded. `roles` are those of a dense
+    MLP's attributes, None for experts.
     """
 
     weight_suffix = ""
@@ -54,7 +57,7 @@ class QuantizedBlock(NeuronBlock):
         self._remember_activation(self.neuron_activation_name)
         for replaced in (GATE_UP, DOWN) if roles is None else roles.linears:
             del (self._parameters if roles is None else self._modules)[replaced]
-        for key in self.tensor_names():
+        for key in (*self.tensor_names(), *(name for name in BIASES if name in tensors)):
             self._hold(key, tensors[key])
 
     @property
@@ -91,7 +94,8 @@ class QuantizedBlock(NeuronBlock):
         """The weights as the backend takes them."""
         gate_up, gate_up_scales, down, down_scales = map(self.get_buffer, self.tensor_names())
         layouts = self.neuron_layouts
-        return MXExpertStack(gate_up, gate_up_scales, down, down_scales, layouts[GATE_UP], layouts[DOWN])
+        codes, biases = (gate_up, gate_up_scales, down, down_scales), map(self._buffers.get, BIASES)
+        return MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], self.neuron_gate, *biases)
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
         self._check_activation(self.neuron_activation_name)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.mx_weights import MXExpertStack
+from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack
 from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, Routing, Wants
 from hf_neuron_moe.checks import check_dtype, check_float, check_shape
-from hf_neuron_moe.errors import public
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.modules.ops import called, exact_dtypes, recorded_policy, set_derivative, traced_into
 from hf_neuron_moe.modules.ops_checks import check_no_transform
 
@@ -31,7 +31,7 @@ def quantized_network(
     backend: str,
     activations: str = "minimal",
 ) -> Tensor:
-    """Return a SwiGLU MLP of `x_TH`, or the weighted sum of SwiGLU experts, whose weights are MX codes: ``[T, H]``.
+    """Return a gated MLP of `x_TH`, or the weighted sum of gated experts, whose weights are MX codes: ``[T, H]``.
 
     `x_TH` is ``[T, H]`` in any float dtype, read in bf16; the result has its dtype and is differentiable by `x_TH` and
     `weight_TK`. `index_TK` are integer expert ids ``[T, K]``, of which those of E and above add nothing, `weight_TK`
@@ -48,12 +48,35 @@ def quantized_network(
         check_shape(index_TK, (len(x_TH), None), "[T, K]", argument="index_TK")
         check_shape(weight_TK, tuple(index_TK.shape), "[T, K]", argument="weight_TK")
         index_TK, weight_TK = index_TK.to(torch.int64), weight_TK.to(torch.float32)
+    _check_gate_and_biases(stack)
     inputs = (x_TH,) if weight_TK is None else (x_TH, weight_TK)
     keep = recorded_policy(inputs, activations, _SPEC.precision)
-    call = BlockCall(_SPEC, keep, backend, layouts=(stack.gate_up_layout, stack.down_layout)).encode()
+    call = BlockCall(
+        _SPEC._replace(gate=stack.gate), keep, backend, layouts=(stack.gate_up_layout, stack.down_layout)
+    ).encode()
     codes = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
-    y_TH = frozen_fwd(x_TH.to(torch.bfloat16).contiguous(), index_TK, weight_TK, *codes, call)[0]
+    biases = (stack.gate_up_bias, stack.down_bias)
+    y_TH = frozen_fwd(x_TH.to(torch.bfloat16).contiguous(), index_TK, weight_TK, *codes, *biases, call)[0]
     return y_TH.to(x_TH.dtype)
+
+
+def _check_gate_and_biases(stack: MXExpertStack) -> None:
+    if not stack.gate.gated:
+        fix = "Load such experts in bf16."
+        raise ConfigError.about("gate", "one with a gate projection for MX codes", stack.gate.title, fix)
+    experts = stack.gate_up_codes.dim() > (4 if stack.gate_up_layout.arrangement == WORDS else 2)
+    leading = stack.gate_up_codes.shape[:1] if experts else ()
+    sizes = (2 * stack.inner, stack.hidden)
+    for name, bias, size in zip(
+        ("gate_up_bias", "down_bias"), (stack.gate_up_bias, stack.down_bias), sizes, strict=True
+    ):
+        if bias is None:
+            continue
+        check_float(bias, name)
+        check_shape(bias, (*leading, size), "the projection's rows", argument=name)
+        if bias.requires_grad:
+            fix = "Pass bias.detach(), or train weights that are not MX codes."
+            raise ConfigError.about(name, "a tensor that needs no gradient", "one that needs it", fix)
 
 
 def _routing(index_TK: Tensor | None, weight_TK: Tensor | None) -> Routing | None:
@@ -69,11 +92,15 @@ def frozen_fwd(
     gate_up_scales: Tensor,
     down_codes: Tensor,
     down_scales: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward; returns y and the two tensors that the policy keeps."""
     what, kernels = called(call)
-    stack = MXExpertStack(gate_up_codes, gate_up_scales, down_codes, down_scales, *what.layouts)
+    codes = (gate_up_codes, gate_up_scales, down_codes, down_scales)
+    gate_up_layout, down_layout = what.layouts
+    stack = MXExpertStack(*codes, gate_up_layout, down_layout, what.spec.gate, gate_up_bias, down_bias)
     with exact_dtypes(x_TH):
         return kernels.quantized_forward(x_TH, _routing(index_TK, weight_TK), stack, what.keep)
 
@@ -88,6 +115,8 @@ def frozen_bwd(
     gate_up_scales: Tensor,
     down_codes: Tensor,
     down_scales: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     saved_a: Tensor,
     saved_b: Tensor,
     call: str,
@@ -96,7 +125,9 @@ def frozen_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the routing weights; empty where not wanted."""
     what, kernels = called(call)
-    stack = MXExpertStack(gate_up_codes, gate_up_scales, down_codes, down_scales, *what.layouts)
+    codes = (gate_up_codes, gate_up_scales, down_codes, down_scales)
+    gate_up_layout, down_layout = what.layouts
+    stack = MXExpertStack(*codes, gate_up_layout, down_layout, what.spec.gate, gate_up_bias, down_bias)
     operands = (dout_TH, x_TH, _routing(index_TK, weight_TK), stack, (saved_a, saved_b), what.keep)
     with exact_dtypes(dout_TH):
         return kernels.quantized_backward(*operands, Wants(wants_input, wants_routing, False))
@@ -104,7 +135,7 @@ def frozen_bwd(
 
 @fake_of(frozen_fwd)
 def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, *tensors, call = rest
+    _, *tensors, _, _, call = rest
     rows = x_TH.shape[0] if index_TK is None else index_TK.numel()
     what, kernels = called(call)
     saved = kernels.quantized_fake_saved(x_TH, rows, MXExpertStack(*tensors, *what.layouts).inner, what.keep)

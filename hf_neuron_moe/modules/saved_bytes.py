@@ -14,6 +14,7 @@ import torch
 
 from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.config import DEFAULT_BACKEND
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
@@ -21,8 +22,9 @@ from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
 ROUTING_BYTES = torch.int64.itemsize + torch.float32.itemsize
 """A kept token-expert pair: its expert's id and its weight."""
 
-_TILE = 128
-"""The kernels' backends keep whole tiles of so many tokens, and of experts' tokens an even number of whole blocks."""
+_TILE = 512
+"""The kernels' backends keep whole tiles or blocks of dense MLPs' tokens, none larger than this, and of experts' tokens
+an even number of whole blocks."""
 
 _SILU_FLOPS = 4
 """Exponential, addition, division, product: enough to rank an elementwise pass among the others."""
@@ -40,6 +42,7 @@ class SavedBlock:
     quantized: bool = False  # whether the weights are MX codes, which have no gradient that would read the input
     experts: int | None = None  # E; None for a dense MLP
     block_size: int = _TILE  # tokens per block, read for experts
+    gate: Gate = SWIGLU
 
     @property
     def kernels(self) -> Any:
@@ -85,7 +88,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
         tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
     else:
         sizes = BlockShape("mlp" if K is None else "experts", shape.hidden, shape.intermediate, shape.experts, K)
-        tensors = [*backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size), kept)]
+        tensors = [*backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size, gate=shape.gate), kept)]
     if kept.keeps_input_quantized if shape.quantized else kept.keeps_input:
         tensors.append(x)
     return sum(tensor.nbytes for tensor in tensors) + (K or 0) * ROUTING_BYTES * tokens
@@ -96,6 +99,10 @@ def recomputed_flops(shape: SavedBlock, keep: str) -> int:
     kept, inner = parse_keep(keep), shape.intermediate
     up = inner if kept.whole_up or shape.quantized else kept_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)
+    if not shape.gate.gated:  # up is kept whole, the activation never
+        columns = 0 if "up" in kept.names else inner
+        decoding = inner if kept.fp8 else 0
+        return (2 * shape.hidden * columns + _SILU_FLOPS * inner + decoding) * (shape.top_k or 1)
     elementwise = 0 if "gate_act" in kept.names else _SILU_FLOPS * inner
     elementwise += 0 if "intermediate" in kept.names else inner
     decoding = 2 * inner if kept.fp8 else 0

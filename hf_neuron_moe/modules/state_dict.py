@@ -23,21 +23,29 @@ class WeightRule:
     kernel: str  # parameter name in the block
     stock: tuple[str, ...]  # state_dict names, relative to the module, of equally shaped tensors, stacked along dim 0
     transposed: bool = False  # whether the kernel layout exchanges the last two dimensions
+    interleaved: bool = False  # whether columns of the stock tensor, as the kernels orient it, alternate: gate, up
 
     @property
     def keeps_layout(self) -> bool:
         """Whether the parameter is the stock tensor as it is, so that one ``nn.Parameter`` serves both layouts."""
-        return len(self.stock) == 1 and not self.transposed
+        return len(self.stock) == 1 and not self.transposed and not self.interleaved
 
     def to_kernel(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the contiguous kernel-layout tensor for `tensors` in the order of :attr:`stock`."""
         whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=0)
-        return (whole.transpose(-1, -2) if self.transposed else whole).contiguous()
+        whole = whole.transpose(-1, -2) if self.transposed else whole
+        return (halves_together(whole) if self.interleaved else whole).contiguous()
 
     def to_stock(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the kernel-layout `tensor` in stock layout, in the order of :attr:`stock`."""
-        whole = tensor.transpose(-1, -2) if self.transposed else tensor
+        """Return the kernel-layout `tensor` in stock layout, in the order of :attr:`stock`; views, or interleaved."""
+        whole = tensor.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.interleaved else tensor
+        whole = whole.transpose(-1, -2) if self.transposed else whole
         return tuple(whole.chunk(len(self.stock), dim=0))
+
+
+def halves_together(tensor: Tensor) -> Tensor:
+    """Return `tensor` ``[..., 2I]``, whose last axis alternates between gate and up, with those of gate first."""
+    return tensor.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def in_one_place(parts: Sequence[Tensor]) -> list[Tensor]:

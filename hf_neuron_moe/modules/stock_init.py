@@ -23,7 +23,7 @@ def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None
     if not isinstance(block, KernelLayoutMixin):
         init(_shell(block, block._parameters, {}))
         return
-    parameters, copies = dict(block._parameters), {}
+    parameters, copies = dict(block._parameters), dict[str, nn.Parameter]()
     for rule in block.neuron_rules:
         param = parameters.pop(rule.kernel)
         assert param is not None
@@ -31,20 +31,23 @@ def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None
             copy = nn.Parameter(view.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
             if getattr(param, _FLAG, False):
                 setattr(copy, _FLAG, True)
-            copies[name] = view, copy
+            copies[name] = copy
     layers: dict[str, nn.Module] = {}
     for name in block.neuron_stock_order:
-        weight, (path, _, leaf) = copies[name][1], name.rpartition(".")
+        copy, (path, _, leaf) = copies[name], name.rpartition(".")
         if not path:
-            parameters[leaf] = weight
+            parameters[leaf] = copy
             continue
-        layer = layers[path] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        layer.weight = weight
+        if path not in layers:
+            rows, columns = copies[f"{path}.weight"].shape
+            layers[path] = nn.Linear(columns, rows, bias=False, device="meta")
+        layers[path].register_parameter(leaf, copy)
+    for layer in layers.values():
         init(layer)
     init(_shell(block, parameters, layers))
     with torch.no_grad():
-        for view, copy in copies.values():
-            view.copy_(copy)
+        for rule in block.neuron_rules:
+            block.get_parameter(rule.kernel).copy_(rule.to_kernel([copies[name] for name in rule.stock]))
 
 
 def _shell(block: NeuronBlock, parameters: dict[str, nn.Parameter | None], layers: dict[str, nn.Module]) -> nn.Module:
@@ -53,4 +56,5 @@ def _shell(block: NeuronBlock, parameters: dict[str, nn.Parameter | None], layer
     shell.__dict__.update(block.__dict__, _parameters=dict(parameters), _modules={**block._modules, **layers})
     if "is_transposed" in shell.__dict__ and block.neuron_rules:
         shell.__dict__["is_transposed"] = not any(rule.transposed for rule in block.neuron_rules)
+        shell.__dict__["is_concatenated"] = not any(rule.interleaved for rule in block.neuron_rules)
     return shell

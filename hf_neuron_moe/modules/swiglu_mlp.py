@@ -1,4 +1,4 @@
-"""Dense gated MLP: ``down(act(gate(x)) * up(x))``, with SiLU a SwiGLU.
+"""Dense gated MLP: ``down(f(gate(x)) * p(up(x)))``, with SiLU and nothing else a SwiGLU.
 
 S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
 """
@@ -6,8 +6,7 @@ S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,96 +14,32 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from hf_neuron_moe.backends import drop_weight_copies, get_backend
+from hf_neuron_moe.backends import drop_weight_copies
+from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, with_article
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.dense_roles import DenseRoles, constant_of
+from hf_neuron_moe.modules.dense_watch import Watch
+from hf_neuron_moe.modules.layers_gate import gate_by_layers
 from hf_neuron_moe.modules.low_rank import (
     is_lora_linear,
     low_rank_mlp,
     low_rank_of,
-    three_weights,
     unsupported_reason_low_rank,
 )
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS, ReplacedLayers, adapters_refused
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
-from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.structure import (
-    CALL_HOOKS,
     has_call_hooks,
     is_inert,
     unsupported_activation,
     unsupported_reason_plain_linear,
 )
-
-
-@dataclass(frozen=True)
-class DenseRoles:
-    """Which attribute of a dense MLP plays which part."""
-
-    inputs: tuple[str, ...]
-    """Names of the linear layers before the product: ``(gate, up)`` or the single fused one ``(gate_up,)`` whose first
-    I rows are the gate."""
-    down: str  # name of the linear layer after the product
-    activation: str | None  # name of the activation's attribute; None where forward calls the function itself
-    half_size: str | int | None = None  # attribute or number that a fused projection is split by; None for its middle
-    extra_arguments: bool = False  # whether forward takes arguments that it does not use
-    inert: tuple[str, ...] = ()  # names of attributes that change nothing while they are as they are: a dropout of 0
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """Names of all linear layers."""
-        return (*self.inputs, self.down)
-
-    @property
-    def rules(self) -> tuple[WeightRule, ...]:
-        """The parameters in kernel layout: ``gate_up_proj [2I, H]`` and ``down_proj [H, I]``."""
-        gate_up = WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs))
-        return gate_up, WeightRule("down_proj", (f"{self.down}.weight",))
-
-
-class _Watch:
-    """Recognizes, in a microsecond or two per call, that nothing has happened to linear layers found plain before.
-
-    Generation asks for every token and block whether a layer was wrapped, replaced or hooked since. The dictionaries
-    that would show it are looked up once; a layer keeps its hook dictionaries for life.
-    """
-
-    def __init__(self, parent: nn.Module, roles: DenseRoles, activation: Any, backend: str) -> None:
-        layers = [(name, parent.get_submodule(name)) for name in roles.linears]
-        self.layers = [(name, layer, layer.__dict__, layer._parameters) for name, layer in layers]
-        self.activation_name, self.activation = roles.activation, activation
-        watched = [layer for _, layer in layers] + ([activation] if isinstance(activation, nn.Module) else [])
-        self.hooks = [getattr(module, kind) for module in watched for kind in CALL_HOOKS]
-        self.decode = get_backend(backend).mlp_decode
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copy and pickle as None: a copied block has layers of its own to look at."""
-        return type(None), ()
-
-    def unchanged(self, block: nn.Module) -> list[nn.Parameter] | None:
-        """Return the layers' weights, or None where anything is not as it was found.
-
-        A parameter made from a tensor subclass has that subclass's type, so the parameter's type settles its data's.
-        """
-        weights, children = [], block._modules
-        for name, layer, state, parameters in self.layers:
-            weight = parameters.get("weight")
-            if children[name] is not layer or type(layer) is not nn.Linear or "forward" in state:
-                return None
-            if type(weight) is not nn.Parameter or parameters.get("bias") is not None:
-                return None
-            weights.append(weight)
-        if self.activation_name in children:
-            activation = children[self.activation_name]
-            if activation is not self.activation or "forward" in activation.__dict__:
-                return None
-        elif self.activation_name is not None and block.__dict__.get(self.activation_name) is not self.activation:
-            return None
-        return None if any(self.hooks) else weights
 
 
 class NeuronSwiGLUMLP(NeuronBlock):
@@ -116,17 +51,20 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
         super().__init__(original, name, config)
         self.neuron_roles = roles
-        self.neuron_watch: _Watch | None = None
+        self.neuron_watch: Watch | None = None
         self.neuron_adapted = False
         self.neuron_merged: list[tuple[str, str]] = []
         self._remember_activation(roles.activation)
+        self.neuron_gate = roles.gate
+        self.neuron_surrounded = roles.surrounded
 
     @property
     def neuron_shape(self) -> SavedBlock:
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
-        down: Any = self._modules.get(self.neuron_roles.down)
-        hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
-        return SavedBlock(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
+        down: Any = self._layer(self.neuron_roles.down)
+        hidden, inner = self._weights().down_HI.shape if down is None else (down.out_features, down.in_features)
+        config = self.neuron_config
+        return SavedBlock(config.precision, hidden, inner, None, config.backend, gate=self.neuron_gate)
 
     def _unsupported_reason_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
@@ -135,37 +73,69 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_watch = None
         self.neuron_adapted = False
         for name in roles.linears:
-            layer: Any = self.get_submodule(name)
+            layer: Any = self._layer(name)
             reason = None
             if is_lora_linear(layer):
                 self.neuron_adapted = True
-                reason, layer = unsupported_reason_low_rank(layer), layer.base_layer
+                # The operator with adapters cuts a fused weight in halves, gate rows first.
+                order = None if roles.gate_first else "a LoRA layer in a block of other row order"
+                reason, layer = unsupported_reason_low_rank(layer) or order, layer.base_layer
             reason = reason or unsupported_reason_plain_linear(layer)
             if reason is not None:
                 return f"{name} is {reason}"
+            if (layer.bias is not None) is not (name in roles.biased):
+                change = "without its bias" if name in roles.biased else "with a bias"
+                return f"{name} is a linear layer {change}, other than when the block was patched"
+        wrappers = {root for root, name in zip(roles.roots, roles.linears, strict=True) if root != name}
+        hooked = next((root for root in wrappers if has_call_hooks(self._modules[root])), None)  # type: ignore[arg-type]
+        if hooked is not None:
+            return f"{hooked} has hooks"
         if roles.activation is not None:
             activation = self._attribute(roles.activation)
-            changed = unsupported_activation(activation, self.neuron_gate)
+            changed = unsupported_activation(activation, self.neuron_gate.act)
             if changed is not None:
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
                 return f"{roles.activation} has hooks"
         # Not while a compiler looks on, which could not make the object again in its graph.
         if not self.neuron_adapted and not is_compiling():
-            self.neuron_watch = _Watch(self, roles, activation, self.neuron_config.backend)
+            self.neuron_watch = Watch(self, roles, activation, self.neuron_config.backend)
         return None
 
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        layers: list[Any] = [self._modules[name] for name in self.neuron_roles.linears]
+    def _layer(self, name: str) -> nn.Module | None:
+        """The linear layer at a path, or None."""
+        layer: Any = self
+        for part in name.split("."):
+            layer = None if layer is None else layer._modules.get(part)
+        return layer
+
+    def _weights(self) -> FFNWeights:
+        roles = self.neuron_roles
+        layers: list[Any] = [self._layer(name) for name in roles.linears]
         replica = "_is_replica" in self.__dict__  # nn.DataParallel's, which has plain tensors
-        return three_weights([layer.weight if replica else layer._parameters["weight"] for layer in layers])
+        weights = [layer.weight if replica else layer._parameters["weight"] for layer in layers]
+        return ffn_weights(roles, weights, [layer.bias for layer in layers] if roles.biased else [None] * len(layers))
 
     def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
-        if (unused or unused_by_name) and not self.neuron_roles.extra_arguments:
-            raise TypeError(f"{self.neuron_name}: forward takes hidden_states only")
-        if self.training and self.neuron_roles.inert:
+        if unused or unused_by_name:
+            self._check_arguments(unused, unused_by_name)
+        if not self.neuron_surrounded:
+            return self._compute(hidden_states)
+        roles = self.neuron_roles
+        if self.training and roles.inert:
             self._check_inert()
+        if roles.constants:
+            self._check_constants()
+        for name in roles.before:
+            hidden_states = self._attribute(name)(hidden_states)
+        result = self._compute(hidden_states)
+        for dropout in roles.after:
+            held = self._attribute(dropout) if isinstance(dropout, str) else dropout
+            result = held(result) if isinstance(held, nn.Module) else F.dropout(result, held, self.training)
+        return result
+
+    def _compute(self, hidden_states: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled() and type(hidden_states) is Tensor:
             y = self._generate(hidden_states)
             if y is not None:
@@ -174,9 +144,9 @@ class NeuronSwiGLUMLP(NeuronBlock):
         if reason is not None:
             return self._through_layers(hidden_states, reason)
         names = self.neuron_roles.linears if self.neuron_adapted else ()
-        layers = [low_rank_of(self.get_submodule(name)) for name in names]
-        weights: tuple[Tensor, ...] = () if layers else self._weights()
-        down_HI = layers[-1].weight_ON if layers else weights[-1]
+        layers = [low_rank_of(self._layer(name)) for name in names]
+        weights = None if layers else self._weights()
+        down_HI = layers[-1].weight_ON if weights is None else weights.down_HI
         check_hidden_states(hidden_states, down_HI, 0, self.neuron_name)
         config, flat = self.neuron_config, hidden_states.dim() == 2
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -190,8 +160,40 @@ class NeuronSwiGLUMLP(NeuronBlock):
         }
         if self.neuron_adapted or self.neuron_merged:
             self._note_merged()
-        out_SH = low_rank_mlp(x_SH, layers, **options) if layers else ops.swiglu_mlp(x_SH, *weights, **options)
+        if weights is None:
+            held: list[Any] = [self._layer(name) for name in names]
+            biases = three_biases(self.neuron_roles, [getattr(layer, "base_layer", layer).bias for layer in held])
+            out_SH = low_rank_mlp(x_SH, layers, biases=biases, **options)
+        else:
+            out_SH = ops.swiglu_mlp(x_SH, *weights[:3], biases=weights[3:], **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
+
+    def _check_arguments(self, unused: tuple[Any, ...], unused_by_name: dict[str, Any]) -> None:
+        """Raise for arguments that forward does not have, and for other values of those that decide what it does."""
+        if not self.neuron_roles.extra_arguments:
+            raise TypeError(f"{self.neuron_name}: forward takes hidden_states only")
+        for name, place, default in self.neuron_roles.fixed_arguments:
+            by_place = unused[place] if place is not None and place < len(unused) else default
+            now = unused_by_name.get(name, by_place)
+            if now is not default and not (type(now) is type(default) and now == default):
+                fix = "The patched block computes the branch of the default: unpatch the model for another one."
+                got = repr(now) if type(now) in (int, float, str, bool) else with_article(type(now).__name__)
+                raise UnsupportedModelError.about(name, repr(default), got, fix).named(self.neuron_name)
+
+    def _check_constants(self) -> None:
+        """Raise where an attribute has another value than when it decided what forward computes."""
+        for path, value in self.neuron_roles.constants:
+            if not self._has_attribute(path):
+                continue
+            now = constant_of(self, path)
+            if now != value:
+                fix = "The block computes what this said when it was patched: unpatch the model before changing it."
+                expected = f"{value!r}, as when the block was patched"
+                raise UnsupportedModelError.about(path, expected, repr(now), fix).named(self.neuron_name)
+
+    def _has_attribute(self, path: str) -> bool:
+        """Whether the block still has what holds the attribute; in kernel layout linear layers are gone."""
+        return True
 
     def _check_inert(self) -> None:
         for name in self.neuron_roles.inert:
@@ -216,10 +218,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
         comes from memory again: they are as few as possible.
         """
         watch = self.neuron_watch
-        if watch is None or is_compiling() or not hidden_states.is_cpu:
+        if watch is None or is_compiling() or not hidden_states.is_cpu or not watch.decodes:
             return None
         weights = None if torch.is_autocast_enabled("cpu") else watch.unchanged(self)
-        if weights is None or len(weights) != 3:  # a fused gate_up_proj is cut in two elsewhere
+        if weights is None:
             return None
         shape = hidden_states.shape
         flat = len(shape) == 2
@@ -236,24 +238,30 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 f"precision instead of {self.neuron_config.precision!r}. To keep the patched precision, put adapters "
                 "on other modules (attention, say), or merge this one."
             )
-            warnings.warn(message, NeuronMoEWarning, stacklevel=3)
+            warnings.warn(message, NeuronMoEWarning, stacklevel=4)
         roles = self.neuron_roles
-        projected = [self.get_submodule(name)(hidden_states) for name in roles.inputs]
-        gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
-        activation = F.silu if roles.activation is None else getattr(self, roles.activation)
-        return self.get_submodule(roles.down)(activation(gate) * up)
+        *inputs, down = (self.get_submodule(root) for root in roles.roots)
+        projected = [layer(hidden_states) for layer in inputs]
+        gate, up = projected if len(projected) == 2 else roles.halves_of_result(projected[0])
+        activation = None if roles.activation is None else getattr(self, roles.activation)
+        result: Tensor = down(gate_by_layers(roles.gate, activation, gate, up))
+        return result
 
 
 class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
-    """A dense SwiGLU MLP that owns ``gate_up_proj [2I, H]`` and ``down_proj [H, I]``, with a stock state_dict."""
+    """A dense MLP that owns ``gate_up_proj [2I, H]``, ``down_proj [H, I]`` and biases, with a stock state_dict."""
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
         super().__init__(original, name, config, roles)
-        layers: dict[str, Any] = {child: self._modules.pop(child) for child in roles.linears}
-        shapes = {child: (layer.out_features, layer.in_features) for child, layer in layers.items()}
+        layers: dict[str, Any] = {
+            root: self._layer(name) for root, name in zip(roles.roots, roles.linears, strict=True)
+        }
+        shapes = {root: (layer.out_features, layer.in_features) for root, layer in layers.items()}
+        for root in shapes:
+            del self._modules[root]
         self._own_weights(original, roles.rules)
         self.add_module(REPLACED_LAYERS, ReplacedLayers(self.neuron_name, shapes))
 
@@ -261,13 +269,16 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
         self._check_activation(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
         return None
 
+    def _has_attribute(self, path: str) -> bool:
+        return path.partition(".")[0] not in self.neuron_roles.roots
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.refuse_adapters(prefix[:-1])
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         # peft loads without strict: what it leaves over would be lost without a word.
-        for name in self.neuron_roles.linears:
+        for name in self.neuron_roles.roots:
             key = next((key for key in state_dict if key.startswith(f"{prefix}{name}.lora_")), None)
             if key is not None:
                 raise adapters_refused(self.neuron_name, name, f"{key.removeprefix(prefix)} to load")
@@ -287,5 +298,28 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
             got = "adapters that no stock model could load"
             raise UnsupportedModelError.about("the block", expected, got, fix).named(self.neuron_name)
 
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return three_weights((self.gate_up_proj, self.down_proj))
+    def _weights(self) -> FFNWeights:
+        roles, parameters = self.neuron_roles, self._parameters
+        inputs: list[Any] = [self.gate_up_proj]
+        titles = ["gate_up_proj_bias"] if len(roles.inputs) == 1 else ["gate_proj_bias", "up_proj_bias"]
+        biases = [parameters.get(title) for title in (*titles, "down_proj_bias")]
+        if len(roles.inputs) == 2:
+            inputs = list(self.gate_up_proj.view(2, -1, self.gate_up_proj.shape[1]).unbind(0))
+        return ffn_weights(roles, [*inputs, self.down_proj], biases)
+
+
+def ffn_weights(roles: DenseRoles, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> FFNWeights:
+    """Return the operator's weights of those of the linear layers, in the order of ``roles.linears``."""
+    gate_IH, up_IH = weights[:2] if len(weights) == 3 else roles.halves(weights[0])
+    return FFNWeights(gate_IH, up_IH, weights[-1], *three_biases(roles, biases))
+
+
+def three_biases(
+    roles: DenseRoles, biases: Sequence[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the biases of gate, up and down of those of the linear layers."""
+    if len(biases) == 3:
+        return biases[0], biases[1], biases[2]
+    fused, down_H = biases
+    gate_I, up_I = (None, None) if fused is None else roles.halves(fused)
+    return gate_I, up_I, down_H

@@ -28,6 +28,7 @@ from hf_neuron_moe.patching.preconditions import (
     warn_of_lost_forwards,
 )
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, PatchReport
+from hf_neuron_moe.precision_map import PrecisionMap
 
 
 @known_names("patch_model", options=[field.name for field in fields(NeuronMoEConfig)])
@@ -74,6 +75,8 @@ def patch_model(
     blocks = [(candidate.name, *candidate.aliases) for candidate in candidates]
     check_globs("include", include_globs, blocks)
     check_globs("exclude", exclude_globs, blocks)
+    if isinstance(config_asked.precision, PrecisionMap):
+        check_globs("precision", config_asked.precision.globs, blocks)
     plan, entries = plan_patch(home, candidates, request)
     plan, entries = with_policies(plan, entries, config_asked, blocks)
     report = PatchReport(config_asked, entries)

@@ -1,8 +1,8 @@
 """Finds the modules that could be patched and decides about each, without changing anything.
 
-A dense MLP can be patched if its source is the SwiGLU formula, its parts are plain bias-free linear layers of matching
-shapes with a SiLU activation, and a small numeric probe agrees; an experts module if transformers' flags say so and the
-probe agrees. Everything else that looks like such a block gets a reason.
+A dense MLP can be patched if its source is the formula of a gate, its parts are plain linear layers of matching shapes
+with an activation that the operators have, and a small numeric probe agrees; an experts module if transformers' flags
+say so and the probe agrees. Everything else that looks like such a block gets a reason.
 
 E experts, H hidden size, I intermediate size.
 """
@@ -10,7 +10,6 @@ E experts, H hidden size, I intermediate size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -19,24 +18,27 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.experts import expert_rules
+from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.experts_calls import known_call
+from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts
+from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (
+    act_of,
     describe_activation,
-    gate_of,
     has_call_hooks,
-    is_decorated_experts,
-    is_inert,
     supported_activations,
     unsupported_reason_plain_linear,
-    unsupported_reason_swiglu_experts,
 )
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
-from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
-from hf_neuron_moe.patching.probe import probe_dense, probe_experts
+from hf_neuron_moe.patching.experts_probe import probe_experts
+from hf_neuron_moe.patching.formula import dense_roles
+from hf_neuron_moe.patching.probe import probe_dense
+from hf_neuron_moe.patching.source_reader import multiplies_branches
+from hf_neuron_moe.patching.source_values import NotSwiGLU
 
 MLP, EXPERTS = "mlp", "experts"
 
@@ -59,21 +61,25 @@ class Candidate:
     module: nn.Module
     reason: str | None = None  # why the kernels cannot compute it; None where they can
     roles: DenseRoles | None = None  # which attribute plays which part, for a dense MLP that can be patched
+    form: ExpertsForm | None = None  # how an experts module computes that can be patched
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)  # ``(E, H, I)``; E is None for a dense MLP
     top_k: int | None = None  # experts per token; None for a dense MLP, 0 where the model does not say
-    gated: bool = True  # False for two projections in a row, which no kernel here is meant for
+    gated: bool = True  # False where no two branches are multiplied, which no kernel here is meant for
     listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
 
     @property
-    def gate(self) -> str:
-        """The name of its gate, where the kernels can compute it."""
-        name = "act_fn" if self.roles is None else self.roles.activation
-        return "silu" if name is None else gate_of(getattr(self.module, name)) or "silu"
+    def gate(self) -> Gate:
+        """Its gate, where the kernels can compute it."""
+        if self.form is not None:
+            return self.form.gate
+        return SWIGLU if self.roles is None else self.roles.gate
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
         """The kernel home's parameters."""
-        return self.roles.rules if self.roles is not None else expert_rules(bool(self.module.is_transposed))
+        parts = self.roles if self.roles is not None else self.form
+        assert parts is not None, "a block that cannot be patched has no parameters in kernel layout"
+        return parts.rules
 
 
 def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
@@ -88,6 +94,9 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
     top_ks = _top_ks(model, {key for key, (kind, _) in found.items() if kind == EXPERTS})
     listed = _listed(model, {key for key, (kind, _) in found.items() if kind == MLP})
     judged = {key: _judge(names[key], kind, module) for key, (kind, module) in found.items()}
+    whole = (each.module for each in judged.values() if each.kind == EXPERTS and each.reason is None)
+    parts = {id(part) for module in whole for child in module.children() for part in child.modules()}
+    judged = {key: each for key, each in judged.items() if key not in parts}
     return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
 
 
@@ -124,6 +133,8 @@ def _kind(module: nn.Module) -> str | None:
     stacked = any(param.dim() == 3 for param in module._parameters.values() if param is not None)
     if is_decorated_experts(module) or (stacked and (named or class_name.endswith(_EXPERTS_SUFFIX))):
         return EXPERTS
+    if module._modules and known_call(module) is not None:
+        return EXPERTS
     return MLP if named or (class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2) else None
 
 
@@ -140,31 +151,36 @@ def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _has_gate(kind: str, module: nn.Module) -> bool:
-    """Whether `module` may be gated; not if it holds two matrices, one for the other's result as it is.
+    """Whether `module` may be gated: not without a product of two branches of the input.
 
-    A fused gate and up projection has twice the rows that the projection after it has columns.
+    Nor if it holds two matrices, one for the other's result as it is. A fused gate and up projection has twice the rows
+    that the projection after it has columns.
     """
     if kind == EXPERTS:
-        return bool(getattr(module, "has_gate", True))
-    matrices = _matrices(module)
-    if len(matrices) != 2 or _has_dense_names(module):
+        stacks = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
+        return bool(getattr(module, "has_gate", True)) and len(stacks) != 1
+    if _has_dense_names(module):
         return True
-    (first_out, first_in), (second_out, second_in) = matrices
-    return first_out != second_in or second_out == 2 * first_in
+    matrices = _matrices(module)
+    if len(matrices) == 2:
+        (first_out, first_in), (second_out, second_in) = matrices
+        if first_out == second_in and second_out != 2 * first_in:
+            return False
+    return multiplies_branches(type(module).forward)
 
 
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module))
     if kind == MLP and not base.gated:
-        return replace(base, reason="it has no gate: two projections in a row")
+        row = "two projections in a row" if len(_matrices(module)) == 2 else "its forward multiplies no two branches"
+        return replace(base, reason=f"it has no gate: {row}")
     if kind == EXPERTS:
-        return replace(base, reason=next(_experts_reasons(module), None), sizes=_expert_sizes(module))
+        return _judge_experts(replace(base, sizes=_expert_sizes(module)))
     try:
-        roles = dense_roles(type(module).forward, _inert(module))
+        roles = dense_roles(type(module).forward, module)
     except NotSwiGLU as answer:
-        # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
-        reasons = chain(_instance_reasons(module), _dropout_reasons(module), [str(answer)])
-        return replace(base, reason=next(reasons))
+        # What a reader looks for first: a wrapped module explains more than the source does.
+        return replace(base, reason=next(chain(_instance_reasons(module), [str(answer)])))
     reason = next(chain(_instance_reasons(module), _role_reasons(module, roles)), None)
     if reason is not None:
         return replace(base, reason=reason)
@@ -172,24 +188,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     return replace(base, reason=next(_weight_reasons(module, roles, H, I), None), roles=roles, sizes=(None, H, I))
 
 
-def _inert(module: nn.Module) -> frozenset[str]:
-    """Names of the attributes that are a dropout of 0."""
-    children = (name for name, child in module._modules.items() if isinstance(child, nn.Dropout | nn.Identity))
-    numbers = (name for name, value in module.__dict__.items() if type(value) in (int, float))
-    return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
-
-
 # Each yields why a block cannot be patched, the reason that explains most first; what comes later may rely on it.
-
-
-def _dropout_reasons(module: nn.Module) -> Iterator[str]:
-    """Dropouts, where `module` would be a SwiGLU without them."""
-    active = {name: child.p for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0}
-    with suppress(NotSwiGLU):
-        met = dense_roles(type(module).forward, _inert(module) | frozenset(active)).inert
-        named = [f"{name} with p={active[name]}" for name in met if name in active]
-        if named:
-            yield f"it has dropout, which the kernels do not have: {', '.join(named)}"
 
 
 def _instance_reasons(module: nn.Module) -> Iterator[str]:
@@ -207,15 +206,17 @@ def _instance_reasons(module: nn.Module) -> Iterator[str]:
 
 def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
     for name in roles.linears:
-        child: Any = getattr(module, name, None)
-        if not isinstance(child, nn.Module):
+        try:
+            child: Any = module.get_submodule(name)
+        except AttributeError:
             yield f"{name} is no module"
+            return
         reason = unsupported_reason_plain_linear(child)
         if reason is not None:
             yield f"{name} is {reason}"
     if roles.activation is not None:
         activation = getattr(module, roles.activation, None)
-        if gate_of(activation) is None:
+        if act_of(activation) is None:
             yield f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
         if isinstance(activation, nn.Module) and has_call_hooks(activation):
             yield f"{roles.activation} has hooks, which the operator would not call"
@@ -237,11 +238,22 @@ def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Ite
         yield difference
 
 
-def _experts_reasons(module: nn.Module) -> Iterator[str]:
-    yield from _instance_reasons(module)
-    if (reason := unsupported_reason_swiglu_experts(module)) is not None:
-        yield reason
-    parameters: dict[str, Any] = {**module._parameters}
+def _judge_experts(base: Candidate) -> Candidate:
+    if not base.gated and not is_decorated_experts(base.module):
+        return replace(base, reason="it has one projection per expert, no gate")
+    reason = next(_instance_reasons(base.module), None)
+    if reason is not None:
+        return replace(base, reason=reason)
+    try:
+        form = read_experts(base.module)
+    except UnknownForm as answer:
+        return replace(base, reason=str(answer))
+    reason = next(_experts_reasons(base.module, form), None)
+    return replace(base, reason=reason, form=form, sizes=form.sizes(base.module))
+
+
+def _experts_reasons(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
+    parameters: dict[str, Any] = dict(module.named_parameters())
     for name, param in parameters.items():
         if param is None or type(param) is FakeTensor:
             continue
@@ -249,7 +261,7 @@ def _experts_reasons(module: nn.Module) -> Iterator[str]:
             kind = with_article(type(param).__name__)
             yield f"its {name} is {kind} of {type(param.data).__name__}, not a plain parameter"
     yield from _dtype_reasons(module)
-    if (difference := probe_experts(module)) is not None:
+    if (difference := probe_experts(module, form)) is not None:
         yield difference
 
 

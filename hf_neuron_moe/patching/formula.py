@@ -1,239 +1,227 @@
-"""Reads from a class's source what a dense MLP computes.
+"""Decides whether a dense MLP's source is ``down(f(gate(x)) * p(up(x)))``, and which part plays which role.
 
 A numeric probe cannot see a multiplier that happens to be 1, a dropout in eval mode or a clamp with wide limits, so a
-module is patched only if its ``forward`` *is* ``down(act(gate(x)) * up(x))``. The function's statements are
-substituted into one expression, whose form is then compared; names of attributes and variables do not matter.
+module is patched only if its ``forward`` *is* the formula. The expression that the reader made of it is compared here;
+names of attributes and variables do not matter.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import torch
-from torch.nn import functional as F
+from torch import nn
 
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
+from hf_neuron_moe.backends.gate import SWIGLU, Gate, checked_gate
+from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.structure import gate_of, has_call_hooks, is_inert
+from hf_neuron_moe.patching.source_reader import read_forward
+from hf_neuron_moe.patching.source_values import EXPECTED, Expression, NotSwiGLU, bare, same
 
-_EXPECTED = "expected down_proj(act_fn(gate_proj(x)) * up_proj(x))"
-
-
-class NotSwiGLU(ValueError):  # noqa: N818 -- not an error of the program: the answer "no", with the reason
-    """The source is not a form this module knows; the message says what it met."""
-
-
-_Expression = tuple[Any, ...]
-"""What an expression of the source stands for:
-
-("input",)                 the argument of forward
-("part", name, argument)   ``self.<name>(argument)``; name None is a direct call of ``torch.nn.functional.silu``
-("product", left, right)   ``left * right``
-("sigmoid", argument)      ``torch.sigmoid(argument)``
-("half", whole, index)     first (0) or second (1) half of a tensor along its last dimension
-("halves", whole)          ``whole.chunk(2, dim=-1)``, or a split by a size that is found to be half of it
-"""
+_FORM = "its forward is not down(act(gate(x)) * up(x))"
 
 
-@cache
-def dense_roles(forward: Callable[..., Any], inert: frozenset[str] = frozenset()) -> DenseRoles:
-    """Return which attribute plays which part in a SwiGLU `forward`, the function as found on the class.
+def dense_roles(forward: Callable[..., Any], module: nn.Module | None = None) -> DenseRoles:
+    """Return the roles in a gated `forward`, the function as found on the class of the instance `module`.
 
-    `inert` are the names of the instance's attributes that are a dropout of 0.
+    Without a module no attribute has a value, and an activation that the instance holds counts as SiLU.
     """
-    function = _parsed(forward)
-    arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    needed = len(names) - len(arguments.defaults) + sum(default is None for default in arguments.kw_defaults)
-    if len(names) < 2 or needed > 2:
-        raise NotSwiGLU(f"its forward takes ({ast.unparse(arguments)}), not one tensor")
-    extra = [*names[2:], *(a.arg for a in (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg) if a is not None)]
-    scope = {name: value for name, value in forward.__globals__.items() if name not in extra}
-    reader = _Reader(names[0], inert, scope, {names[1]: ("input",)})
-    roles = _match(reader.run(function.body))
+    result, reader = read_forward(forward, module)
+    matcher = _Matcher(module)
+    roles = matcher.match(result)
     if len(reader.half_sizes) > 1:
         raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(map(str, reader.half_sizes)))}")
-    half_size = next(iter(reader.half_sizes), None)
-    return replace(roles, half_size=half_size, extra_arguments=bool(extra), inert=tuple(sorted(reader.skipped)))
+    constants = dict(reader.constants.read)
+    paths = {}
+    for name in roles.linears:
+        paths[name], held = _layer_path(name, module)
+        constants |= held
+    fixed = tuple((name, reader.places[name], reader.defaults[name]) for name in sorted(reader.fixed))
+    inputs, down = tuple(paths[name] for name in roles.inputs), paths[roles.down]
+    return replace(
+        roles,
+        inputs=inputs,
+        down=down,
+        biased=tuple(name for name in (*inputs, down) if _has_bias(module, name)),
+        half_size=next(iter(reader.half_sizes), None),
+        extra_arguments=reader.extra_arguments,
+        inert=tuple(sorted(matcher.inert)),
+        constants=tuple(sorted(constants.items())),
+        fixed_arguments=fixed,
+    )
 
 
-def _parsed(forward: Callable[..., Any]) -> ast.FunctionDef:
-    if hasattr(forward, "__wrapped__"):
-        raise NotSwiGLU("its forward is wrapped by a decorator")
+def _layer_path(name: str, module: nn.Module | None) -> tuple[str, dict[str, Any]]:
+    """The path of the linear layer that a child of a class of its own stands for, and the constants that say so."""
+    child = None if module is None else module._modules.get(name)
+    if child is None or isinstance(child, nn.Linear) or has_call_hooks(child) or "forward" in child.__dict__:
+        return name, {}
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError) as error:
-        raise NotSwiGLU(f"the source of its forward is not available ({type(error).__name__})") from error
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef):
-        raise NotSwiGLU("its forward is not a plain function")
-    if function.decorator_list:
-        raise NotSwiGLU(f"its forward is decorated with @{ast.unparse(function.decorator_list[0])}")
-    return function
-
-
-@dataclass
-class _Reader:
-    """Substitutes straight-line assignments into the returned expression."""
-
-    own: str  # the name of self
-    inert: frozenset[str]
-    scope: dict[str, Any]
-    values: dict[str, _Expression]
-    skipped: set[str] = field(default_factory=set)  # attributes of `inert` that were met
-    half_sizes: set[str | int] = field(default_factory=set)  # attributes and numbers that a tensor is split by
-
-    def run(self, body: list[ast.stmt]) -> _Expression:
-        for statement in body:
-            match statement:
-                case ast.Expr(value=ast.Constant(value=str())):
-                    continue
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self.values[name] = self.evaluate(value)
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                    self.values[name] = self.evaluate(value)
-                case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
-                    kind, *whole = self.evaluate(value)
-                    if kind != "halves":
-                        raise NotSwiGLU(f"its forward unpacks `{_line(value)}`")
-                    self.values[first], self.values[second] = ("half", *whole, 0), ("half", *whole, 1)
-                case ast.Return(value=ast.expr() as value):
-                    return self.evaluate(value)
-                case _:
-                    raise NotSwiGLU(f"its forward has the statement `{_line(statement)}`, {_EXPECTED}")
-        raise NotSwiGLU("its forward returns nothing")
-
-    def evaluate(self, node: ast.expr) -> _Expression:
-        match node:
-            case ast.Name(id=name) if name in self.values:
-                return self.values[name]
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return _product(self.evaluate(left), self.evaluate(right))
-            case ast.Subscript(value=value, slice=ast.Constant(value=int() as index)) if index in (0, 1):
-                kind, *whole = self.evaluate(value)
-                if kind == "halves":
-                    return ("half", *whole, index)
-            case ast.Call(func=ast.Attribute(ast.Name(self.own), part), args=[argument], keywords=[]):
-                if part not in self.inert:
-                    return ("part", part, self.evaluate(argument))
-                self.skipped.add(part)
-                return self.evaluate(argument)
-            case ast.Call(func=function, args=arguments, keywords=keywords):
-                called = self.resolve(function)
-                if called is None and isinstance(function, ast.Attribute) and function.attr in _METHODS:
-                    called, arguments = _METHODS[function.attr], [function.value, *arguments]
-                found = self.call(called, arguments, keywords)
-                if found is not None:
-                    return found
-        raise NotSwiGLU(f"its forward computes `{_line(node)}`, {_EXPECTED}")
-
-    def call(self, function: object, arguments: list[ast.expr], keywords: list[ast.keyword]) -> _Expression | None:
-        """What a call of a function computes whose first argument is a tensor; None if that is not known."""
-        if not arguments:
-            return None
-        whole, *rest = arguments
-        alone = not rest and not keywords
-        if function in _SIGMOIDS and alone:
-            return ("sigmoid", self.evaluate(whole))
-        if function is F.silu and alone:
-            return ("part", None, self.evaluate(whole))
-        if function is F.dropout and self.is_inert_dropout(rest, keywords):
-            return self.evaluate(whole)
-        if function is torch.split and self.is_split_in_two(rest, keywords):
-            return ("halves", self.evaluate(whole))
-        if function is torch.chunk:
-            given = {name: ast.unparse(node) for name, node in _bound(("chunks", "dim"), rest, keywords).items()}
-            return ("halves", self.evaluate(whole)) if given == {"chunks": "2", "dim": "-1"} else None
-        return None
-
-    def attribute(self, node: ast.expr | None) -> str | None:
-        """The name in ``self.<name>``; None for anything else."""
-        match node:
-            case ast.Attribute(value=ast.Name(id=self.own), attr=attr):
-                return attr
-        return None
-
-    def is_inert_dropout(self, rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-        """Whether the arguments after the tensor are a probability of 0 and ``training=self.training``."""
-        given = _bound(("p", "training"), rest, keywords)
-        if given.keys() != {"p", "training"} or self.attribute(given["training"]) != "training":
-            return False
-        probability = given["p"]
-        name = self.attribute(probability)
-        if name in self.inert:
-            self.skipped.add(name)
-            return True
-        return isinstance(probability, ast.Constant) and probability.value == 0
-
-    def is_split_in_two(self, rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-        """Whether a tensor is split along its last dimension by one size, which the instance has to confirm.
-
-        The size is ``self.<size>`` or a number.
-        """
-        given = _bound(("size", "dim"), rest, keywords)
-        size = given.pop("size", None) or given.pop("split_size_or_sections", None) or given.pop("split_size", None)
-        both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
-        names = {_number(one) or self.attribute(one) for one in both}
-        name = names.pop()
-        if names or name is None or given.keys() != {"dim"} or ast.unparse(given["dim"]) != "-1":
-            return False
-        self.half_sizes.add(name)
-        return True
-
-    def resolve(self, node: ast.expr) -> object:
-        """The object a dotted global name stands for, or None."""
-        if isinstance(node, ast.Name) and node.id not in self.values:
-            return self.scope.get(node.id)
-        return getattr(self.resolve(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
-
-
-_SIGMOIDS = (torch.sigmoid, F.sigmoid)
-_METHODS = {"sigmoid": torch.sigmoid, "split": torch.split, "chunk": torch.chunk}
-"""Functions by the name of the tensor method that computes the same."""
-
-
-def _product(left: _Expression, right: _Expression) -> _Expression:
-    """``left * right``; ``g * sigmoid(g)`` is SiLU."""
-    for one, other in ((left, right), (right, left)):
-        if other == ("sigmoid", one):
-            return ("part", None, one)
-    return ("product", left, right)
-
-
-def _number(node: ast.expr | None) -> int | None:
-    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
-
-
-def _bound(names: tuple[str, str], rest: list[ast.expr], keywords: list[ast.keyword]) -> dict[str | None, ast.expr]:
-    """Return the arguments after the tensor by name; none where there are more than `names`."""
-    if len(rest) > len(names):
-        return {}
-    return dict[str | None, ast.expr](zip(names, rest)) | {keyword.arg: keyword.value for keyword in keywords}
-
-
-def _line(node: ast.AST) -> str:
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
-def _match(result: _Expression) -> DenseRoles:
+        result, reader = read_forward(type(child).forward, child)
+    except NotSwiGLU:
+        return name, {}
     match result:
-        case ("part", str() as down, ("product", left, right)):
-            pass
-        case _:
-            raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {_EXPECTED}")
-    for branches in ((left, right), (right, left)):
-        match branches:
-            case ("part", act, ("part", str() as gate, ("input",))), ("part", str() as up, ("input",)) if gate != up:
-                return DenseRoles((gate, up), down, act)
-            case ("part", act, ("half", ("part", str() as gate, ("input",)) as whole, 0)), ("half", other, 1) if (
-                other == whole
-            ):
-                return DenseRoles((gate,), down, act)
-            case ("part", _, ("half", whole, 1)), ("half", other, 0) if other == whole:
-                raise NotSwiGLU("its forward has up in the first half of a fused projection, the gate in the second")
-    raise NotSwiGLU("its forward is not down(act(gate(x)) * up(x))")
+        case ("part", str() as inner, ("input",)) if isinstance(child._modules.get(inner), nn.Linear):
+            return f"{name}.{inner}", {f"{name}.{path}": value for path, value in reader.constants.read.items()}
+    return name, {}
+
+
+def _has_bias(module: nn.Module | None, path: str) -> bool:
+    """Whether the layer at `path` has a bias; an adapter around it has its base layer's."""
+    layer: Any = module
+    for name in path.split("."):
+        layer = None if layer is None else layer._modules.get(name)
+    return getattr(layer, "bias", None) is not None
+
+
+class _Source(NamedTuple):
+    """Where a branch comes from: a linear layer or one of its halves, and the value that the layer reads."""
+
+    layer: str
+    read: Expression
+    part: tuple[str, int] | None  # ("half" or "stripe", index); None for the whole
+    whole: Expression
+
+
+class _Branch(NamedTuple):
+    """One factor of the product: the fields of the gate that it says, its activation's attribute, its source."""
+
+    said: dict[str, Any]
+    activation: str | None
+    source: _Source
+
+
+class _Matcher:
+    """Compares an expression with the formula; `inert` gets the names of the dropouts of 0 that it met inside."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+        self.inert: set[str] = set()
+
+    def match(self, result: Expression) -> DenseRoles:
+        """Return the roles; what only the instance says is left out."""
+        result = result[1] if result[0] == "cast" and result[2] == "back" else result
+        after: list[str | float] = []
+        while result[0] == "dropout":
+            after.insert(0, result[1])
+            result = result[2]
+        _refuse_factor(result)
+        match result:
+            case ("part", str() as down, value):
+                value = self.settled(value)
+            case _:
+                raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {EXPECTED}")
+        _refuse_factor(value)
+        if value[0] != "product":
+            raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {EXPECTED}")
+        for one, other in (value[1:], value[:0:-1]):
+            gate, up = self.gate_branch(one), self.up_branch(other)
+            if gate is not None and up is not None:
+                roles = _joined(gate, up, down, self.called_gate(gate.activation))
+                if roles is not None:
+                    return replace(roles, after=tuple(after))
+        raise NotSwiGLU(_FORM)
+
+    def called_gate(self, activation: str | None) -> Gate:
+        """The gate of an activation that the instance holds; of SiLU where no row has it, which discovery refuses."""
+        held = None if activation is None or self.module is None else getattr(self.module, activation, None)
+        return gate_of(held) or SWIGLU
+
+    def settled(self, value: Expression) -> Expression:
+        """Return `value` without casts and dropouts of 0 around it."""
+        while (value := bare(value))[0] == "dropout":
+            name, value = value[1:]
+            held = getattr(self.module, name, None) if isinstance(name, str) else name
+            if not is_inert(held):
+                shown = f"{name} with p={getattr(held, 'p', held)}"
+                raise NotSwiGLU(f"it has dropout, which the kernels do not have before the last projection: {shown}")
+            if isinstance(name, str):
+                self.inert.add(name)
+        return value
+
+    def gate_branch(self, value: Expression) -> _Branch | None:
+        """``clamp(act(clamp(source)))``."""
+        said: dict[str, Any] = {}
+        value = self.settled(value)
+        if value[0] == "clamp" and value[1][0] in ("act", "part"):
+            _, inner, low, high = value
+            if low is not None:
+                raise NotSwiGLU(f"its forward clamps the activation from below, at {low:g}")
+            said["act_max"], value = high, self.settled(inner)
+        match value:
+            case ("act", row, alpha, argument):
+                activation = None
+                said |= {"act": row, "alpha": alpha}
+            case ("part", str() as activation, argument):
+                pass
+            case _:
+                return None
+        limits, argument = self.limited(argument)
+        said |= {"gate_min": limits[0], "gate_max": limits[1]}
+        source = self.source(argument)
+        return None if source is None else _Branch(said, activation, source)
+
+    def up_branch(self, value: Expression) -> _Branch | None:
+        """``clamp(source) + offset``."""
+        value, offset = self.settled(value), 0.0
+        if value[0] == "offset":
+            value, offset = self.settled(value[1]), value[2]
+        limits, value = self.limited(value)
+        source = self.source(value)
+        said = {"up_min": limits[0], "up_max": limits[1], "up_offset": offset}
+        return None if source is None else _Branch(said, None, source)
+
+    def limited(self, value: Expression) -> tuple[tuple[float | None, float | None], Expression]:
+        """Lower and upper limit around a value, and the value."""
+        value = self.settled(value)
+        _refuse_factor(value)
+        return (value[2:], self.settled(value[1])) if value[0] == "clamp" else ((None, None), value)
+
+    def source(self, value: Expression) -> _Source | None:
+        part = None
+        whole = value
+        if value[0] in ("half", "stripe"):
+            part, whole = (value[0], value[2]), bare(value[1])
+        match whole:
+            case ("part", str() as layer, read) if _chain(read) is not None:
+                return _Source(layer, read, part, whole)
+        return None
+
+
+def _refuse_factor(value: Expression) -> None:
+    if value[0] == "scaled":
+        raise NotSwiGLU(f"its forward computes `{value[3]}`, a factor of {value[2]}, which would have to be 1")
+
+
+def _chain(value: Expression) -> tuple[str, ...] | None:
+    """Names of the modules that the input goes through before it is `value`; None for another value."""
+    names: list[str] = []
+    while value[0] == "part":
+        names.insert(0, value[1])
+        value = value[2]
+    return tuple(names) if value == ("input",) else None
+
+
+def _joined(gate: _Branch, up: _Branch, down: str, called: Gate) -> DenseRoles | None:
+    """The roles of two branches; None where they do not belong together."""
+    first, second = gate.source, up.source
+    before = _chain(first.read)
+    if before is None or down in before:
+        return None
+    limits = {name: value for name, value in {**gate.said, **up.said}.items() if value is not None}
+    try:
+        found = checked_gate(called._replace(**limits))
+    except ConfigError as error:
+        raise NotSwiGLU(f"its gate cannot be computed: {error}") from error
+    if first.part is None and second.part is None:
+        if first.layer == second.layer or not (first.read is second.read or first.read == second.read == ("input",)):
+            return None
+        return DenseRoles((first.layer, second.layer), down, gate.activation, gate=found, before=before)
+    if first.part is None or second.part is None or not same(first.whole, second.whole):
+        return None
+    if first.part[0] != second.part[0] or {first.part[1], second.part[1]} != {0, 1}:
+        return None
+    roles = DenseRoles((first.layer,), down, gate.activation, gate=found, before=before)
+    return replace(roles, up_first=first.part[1] == 1, interleaved=first.part[0] == "stripe")

@@ -19,6 +19,7 @@ from hf_neuron_moe.patching.apply import PlanItem, Request, all_slots
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from hf_neuron_moe.patching.preconditions import passed_by
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry
+from hf_neuron_moe.precision_map import precision_of
 
 _STATE_HOOKS = (
     "_state_dict_hooks",
@@ -81,15 +82,18 @@ def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[
 
 
 def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
-    """Resolve backend and weight layout for one candidate; its activation policy is still the default.
+    """Resolve precision, backend and weight layout for one candidate; its activation policy is still the default.
 
     Where the backend does not support it, the item says so, or, with ``fallback="torch"``, has PyTorch as its backend.
     """
     backend = resolve_backend(config.backend, _device(candidate))
     kernels = get_backend(backend)
-    layout = kernels.default_layout if config.weights == "auto" else config.weights
-    resolved = replace(config, backend=backend, weights=layout, activations="minimal")
-    spec = BlockSpec(config.precision, config.block_size, gate=candidate.gate)
+    fixed = candidate.form is not None and candidate.form.stock_only is not None
+    preferred = "stock" if fixed else kernels.default_layout
+    layout = preferred if config.weights == "auto" else config.weights
+    precision = precision_of(config.precision, (candidate.name, *candidate.aliases))
+    resolved = replace(config, precision=precision, backend=backend, weights=layout, activations="minimal")
+    spec = BlockSpec(precision, config.block_size, gate=candidate.gate)
     support = kernels.support(_shape(candidate, layout), spec)
     if config.fallback != "torch":
         return PlanItem(candidate, resolved, support._replace(most_tokens=None))
@@ -112,10 +116,16 @@ def _shape(candidate: Candidate, layout: str) -> BlockShape:
     experts, hidden, inner = candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused before"
     roles = candidate.roles
-    ordered = len(roles.inputs) == 1 if roles is not None else bool(candidate.module.is_transposed)
+    form, biased = candidate.form, (False, False)
+    if roles is None:
+        ordered = (form is not None and form.ordered) or layout == "kernel"
+        biased = (form is not None and form.biased,) * 2
+    else:
+        ordered = roles.gate_first and (len(roles.inputs) == 1 or layout == "kernel")
+        biased = (bool({*roles.inputs} & {*roles.biased}), roles.down in roles.biased)
     dtype = getattr(*stock_slot(candidate.module, candidate.rules[0].stock[0])).dtype
     top_k = None if experts is None else candidate.top_k
-    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered or layout == "kernel", dtype)
+    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered, dtype, biased)
 
 
 def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
@@ -133,6 +143,9 @@ def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
 
 def _layout_reasons(candidate: Candidate, around: _Surroundings) -> Iterator[str]:
     """Yield why its weights cannot have the kernels' layout."""
+    if candidate.form is not None and candidate.form.stock_only is not None:
+        yield f"{candidate.form.stock_only}; use weights='stock'"
+        return
     if id(candidate.module) in around.wrapped:
         yield "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
     for child in candidate.module.modules():
@@ -165,6 +178,7 @@ def _entry(candidate: Candidate, status: str) -> PatchEntry:
         hidden_size=H,
         intermediate_size=I,
         gated=candidate.gated,
+        one_by_one=candidate.name.rpartition(".")[0] if candidate.listed else "",
     )
 
 
@@ -176,6 +190,7 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
     )
     return replace(
         _entry(item.candidate, PATCHED),
+        precision=config.precision,
         weights=config.weights,
         backend=config.backend,
         fallback=item.fallback,

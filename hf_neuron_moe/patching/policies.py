@@ -75,9 +75,8 @@ def _shape(item: PlanItem) -> SavedBlock:
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused"
     top_k = None if experts is None else item.candidate.top_k or 0
     config = item.config
-    return SavedBlock(
-        config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
-    )
+    sizes, gate = (hidden, inner, top_k, config.backend), item.candidate.gate
+    return SavedBlock(config.precision, *sizes, experts=experts, block_size=config.block_size, gate=gate)
 
 
 def resolve(

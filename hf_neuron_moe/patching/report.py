@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ class PatchEntry:
     """H and I as the Neuron kernels get them; None where PyTorch computes the block."""
     gated: bool = True  # False for a block without a gate, which stays stock and which ``strict`` does not count
     products: str = ""  # how PyTorch multiplies in the block, which its processor decides; empty where it does not
+    precision: str | None = None  # the block's own; None where it is not patched
+    one_by_one: str = ""  # the ModuleList that holds it, if all its modules are MLPs: experts of remote code
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -128,7 +130,8 @@ class PatchReport:
             f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused (precision "
             f"{config.precision}, activations {config.activations}, block size {config.block_size})"
         )
-        return "\n".join([head, *_table(self.entries), *_remarks(self)])
+        listed = [entry for entry in self.entries if entry not in _ungated(self)]
+        return "\n".join([head, *_table(listed), *_remarks(self)])
 
 
 def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
@@ -157,6 +160,7 @@ _COLUMNS: dict[str, Callable[[PatchEntry], object]] = {
     "I": lambda entry: entry.intermediate_size,
     "padded H x I": lambda entry: entry.padded_sizes and "{} x {}".format(*entry.padded_sizes),
     "padding overhead": lambda entry: _formatted("{:.1f} %", entry.padding_overhead_percent),
+    "precision": lambda entry: entry.precision,
     "weights": lambda entry: entry.weights,
     "backend": lambda entry: entry.backend,
     "activations": lambda entry: entry.activations,
@@ -169,10 +173,22 @@ def _formatted(form: str, value: float | None, unit: int = 1) -> str | None:
     return None if value is None else form.format(value / unit)
 
 
-def _table(entries: Iterable[PatchEntry]) -> list[str]:
-    """A header and a line per entry; what is unknown or does not apply is a dash."""
-    values = [[column(entry) for column in _COLUMNS.values()] for entry in entries]
-    rows = [list(_COLUMNS), *(["-" if value is None else str(value) for value in row] for row in values)]
+def _table(entries: Sequence[PatchEntry]) -> list[str]:
+    """A header and a line per entry, or per list of equal MLPs; what is unknown or does not apply is a dash.
+
+    One precision of all is no column.
+    """
+    alike = len({entry.precision for entry in entries if entry.precision}) < 2
+    columns = {name: column for name, column in _COLUMNS.items() if not (alike and name == "precision")}
+    names: dict[tuple[object, ...], list[str]] = {}
+    for entry in entries:
+        name, *others = (column(entry) for column in columns.values())
+        names.setdefault((entry.one_by_one or name, *others), []).append(str(name))
+    values = [
+        [found[0] if len(found) == 1 else f"{of}.* ({len(found)} experts, computed one by one)", *others]
+        for (of, *others), found in names.items()
+    ]
+    rows = [list(columns), *(["-" if value is None else str(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
@@ -190,8 +206,8 @@ def _remarks(report: PatchReport) -> Iterator[str]:
     if products:
         used = [f"{name} ({count} block{'s' if count > 1 else ''})" for name, count in products.items()]
         yield f"PyTorch multiplies by {', '.join(used)}."
-    held = sum(_quantized_bytes(entry) for entry in report.patched if entry.products)
-    if held and report.config.precision == "mxfp8":
+    quantizing = [entry for entry in report.patched if entry.products and entry.precision == "mxfp8"]
+    if held := sum(map(_quantized_bytes, quantizing)):
         yield (
             f"Generation holds quantized copies of the weights: {held / 2**20:.1f} MiB, made by the first call in "
             "evaluation mode without gradients, dropped when the weights change or training goes on."
@@ -209,8 +225,17 @@ def _remarks(report: PatchReport) -> Iterator[str]:
             noted.setdefault(note, []).append(entry.name)
     for note, names in noted.items():
         yield f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
-    if report.refused:
+    ungated = Counter(entry.class_name for entry in _ungated(report))
+    if ungated:
+        classes = ", ".join(f"{count} x {name}" for name, count in ungated.items())
+        yield f"Not gated MLPs, left stock: {classes}."
+    if len(report.refused) > ungated.total():
         yield "Refused blocks stay stock. Fix the reason, or name them in exclude=... to skip them."
+
+
+def _ungated(report: PatchReport) -> list[PatchEntry]:
+    """Refused blocks without a gate, which a line below the table sums up."""
+    return [entry for entry in report.refused if not entry.gated]
 
 
 def _saved_remarks(report: PatchReport) -> Iterator[str]:

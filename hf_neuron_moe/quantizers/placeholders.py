@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, QuantizedBlock, QuantizedExperts, QuantizedSwiGLUMLP
@@ -97,9 +98,10 @@ def _stand_in(
             raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
         return Bf16Loader(candidate, whole)
-    if candidate.gate != "silu":
+    if candidate.gate != SWIGLU or (candidate.form is not None and not candidate.form.plain):
         fix = "Load the original checkpoint and patch it with precision='mxfp8'."
-        raise ConversionError.about(f"converted weights of {candidate.name}", "of a SwiGLU", candidate.gate, fix)
+        got = candidate.gate.title if candidate.gate != SWIGLU else "experts with biases, a norm or another call"
+        raise ConversionError.about(f"converted weights of {candidate.name}", "of a SwiGLU", got, fix)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
     held = {name: tensor.tensor for name, tensor in tensors.items()}
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)

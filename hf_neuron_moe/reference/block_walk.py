@@ -195,7 +195,7 @@ class BlockWalk:
     def weights(self, expert: int) -> FFNWeights:
         """Return the projections as fp32 operands; a block of the same expert reuses them (skip_weight)."""
         if self.loaded is None or self.loaded[0] != expert:
-            parts = (part.to(self.operand).float() for part in self.problem.weights(expert))
+            parts = (part.to(self.operand).float() for part in self.problem.weights(expert)[:3])
             self.loaded = (expert, FFNWeights(*parts))
         return self.loaded[1]
 
@@ -206,7 +206,7 @@ class BlockWalk:
         x_BH = x.take(whole).to(self.operand).float()
         gate_BI, up_BI = (x_BH.new_zeros((len(x_BH), len(weights.up_IH))) for _ in range(2))
         for share in parts:
-            for half, (sums_BI, weight_IH) in enumerate(zip((gate_BI, up_BI), weights)):
+            for half, (sums_BI, weight_IH) in enumerate(zip((gate_BI, up_BI), weights[:2])):
                 if half == 1 or rows.needs_gate:
                     left_BH, right_HI = x_BH[:, share.hidden], weight_IH[share.inner, share.hidden].t()
                     contraction = self.hidden_tiles(left_BH.shape[1])

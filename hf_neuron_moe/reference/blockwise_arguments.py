@@ -140,15 +140,12 @@ def check_options(given: BackwardArguments) -> Options:
     check_record(given.clamp_limits, ClampLimits, "clamp_limits")
     check_rules(_option_rules(given))
     older = ShardOption229.__members__.keys() - ShardOption.__members__.keys()  # a name of both is the newer one's
-    shard = given.shard_option
-    if isinstance(shard, ShardOption229) or str(shard) in older:
-        shard = as_member(shard, ShardOption229, argument="shard_option")
-    else:
-        shard = as_member(shard, ShardOption, argument="shard_option")
+    of_229 = isinstance(given.shard_option, ShardOption229) or str(given.shard_option) in older
+    shards: type[ShardOption | ShardOption229] = ShardOption229 if of_229 else ShardOption
     kernel = as_member(given.kernel_type_option, KernelTypeOption, argument="kernel_type_option")
     affinity = as_member(given.affinity_option, AffinityOption, argument="affinity_option")
     return Options(
-        shard=shard,
+        shard=as_member(given.shard_option, shards, argument="shard_option"),
         on_hidden=affinity is AffinityOption.AFFINITY_ON_H,
         dropping=kernel is KernelTypeOption.DROPPING,
         activation=as_member(given.activation_type, ActFnType, argument="activation_type"),

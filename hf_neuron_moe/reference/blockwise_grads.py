@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.backends.torch.experts import ExpertGrads, ExpertStack, RowSums, ScaledRows, run_experts_backward
+from hf_neuron_moe.backends.torch.experts import ExpertGrads, RowSums, ScaledRows, run_experts_backward, stacked
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.tiles import tile_loader
@@ -112,7 +112,7 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
     d_hidden, d_scale_R = zeros(hidden_states.shape), zeros(len(rows.token_R))
     d_bias = zeros((experts, 2 * inner)) if given.bias else None
     gate_up, down = grad_memory(given)
-    weights = ExpertStack(gate_up.flatten(2), down, transposed=True)
+    weights = stacked(gate_up.flatten(2), down, transposed=True)
     d_out = RowSource(given.output_hidden_states_grad, rows.token_R)
     if call.on_hidden:
         d_out = ScaledRows(d_out.values, rows.token_R, scale_R, loader.compute.rounded)
@@ -120,7 +120,7 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
         d_out,
         RowSource(hidden_states, rows.token_R),
         rows.runs,
-        ExpertStack(given.gate_up_proj_weight.flatten(2), given.down_proj_weight, transposed=True),
+        stacked(given.gate_up_proj_weight.flatten(2), given.down_proj_weight, transposed=True),
         loader,
         ExpertGrads(
             weights,

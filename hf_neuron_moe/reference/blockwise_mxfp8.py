@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import ExpertStack, RowSums
+from hf_neuron_moe.backends.torch.experts import RowSums, stacked
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.tiles import Loader, Span, tile_loader
@@ -141,7 +141,7 @@ def blockwise_mm_fwd_mxfp8(given: ForwardMXFP8) -> MoEForwardMXFP8:
     check_same_device({name: getattr(given, name) for name in names})
     sizes = check_layouts(vars(given), _LAYOUTS)
     rows = _checked_rows(given, sizes)
-    stack = ExpertStack(given.gate_up_proj_weight.flatten(1, 2), given.down_proj_weight, transposed=False)
+    stack = stacked(given.gate_up_proj_weight.flatten(1, 2), given.down_proj_weight, transposed=False)
     scale_R = rows.affinity(given.expert_affinities_masked, sizes["E"])
     hidden_states, inner, device = given.hidden_states, sizes["I"], given.hidden_states.device
     total_TH = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
-from hf_neuron_moe.checks import VIEW, Rule, check_dtype, check_flags, check_multiple, check_rules
+from hf_neuron_moe.checks import VIEW, Rule, check_dtype, check_multiple, check_rules
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, not_one_of, public
 from hf_neuron_moe.formats.constants import ELEMENT_FORMATS, LANES, MX_BLOCK, PATCH_ROWS, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx_swizzled
 from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_counts, to_compact
 from hf_neuron_moe.formats.swizzle import k_map, swizzle, unswizzle
+from hf_neuron_moe.reference.moe_types import check_switches
 from hf_neuron_moe.reference.specification import multiples
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
@@ -91,9 +92,7 @@ class TensorDescriptor:
 
     def _check_options(self) -> None:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        switches = {each.name for each in fields(self) if each.default is False}
-        switches |= {name for name in ("is_f_by_k", "is_quantized") if values[name] is not None}
-        check_flags({name: value for name, value in values.items() if name in switches})
+        check_switches(self)
         if self.quant_scheme not in _SCHEMES:
             raise not_one_of("quant_scheme", self.quant_scheme, _SCHEMES)
         raw_scales = self.scales is not None and self.is_quantized is False

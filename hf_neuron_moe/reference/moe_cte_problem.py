@@ -13,7 +13,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.backends.torch.experts import stacked
 from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
 from hf_neuron_moe.checks import Rule, check_dtype, check_layouts, check_rules, check_same_device
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
@@ -159,7 +159,7 @@ def _expert_weights(given: Arguments, scales: Scales) -> Callable[[int], FFNWeig
     gate_up, down = given.gate_up_proj_weight, given.down_proj_weight
     experts, hidden, _, inner = gate_up.shape
     if scales.gate_up_block is None or scales.down_block is None:
-        return ExpertStack(gate_up.reshape(experts, hidden, 2 * inner), down, transposed=True).expert
+        return stacked(gate_up.reshape(experts, hidden, 2 * inner), down, transposed=True).expert
     gate_up_block, down_block = scales.gate_up_block, scales.down_block
 
     def dequantize(number: int) -> FFNWeights:

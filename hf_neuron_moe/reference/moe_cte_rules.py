@@ -11,7 +11,7 @@ Source: nki-library 2.29 ``moe_cte`` kernels; SquaredReLU, non-overlapping shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from hf_neuron_moe.reference.moe_types import (
     QuantizationType,
     ShardOnBlockConfig,
 )
-from hf_neuron_moe.reference.specification import LIMITS, broken, dtype_name, selected
+from hf_neuron_moe.reference.specification import LIMITS, broken, dtype_name, family, selected
 
 _Impl = MoECTEImplementation
 _Mode = ExpertAffinityScaleMode
@@ -36,18 +36,7 @@ MX = frozenset({_Impl.shard_on_block_mx, _Impl.shard_on_i_mx, _Impl.shard_on_i_m
 HYBRID = frozenset({_Impl.shard_on_i_hybrid, _Impl.shard_on_i_mx_hybrid})
 BLOCK = frozenset({_Impl.shard_on_block, _Impl.shard_on_block_mx})
 CHECKPOINTS = frozenset({_Impl.shard_on_i, _Impl.shard_on_i_dropping})
-_READERS: dict[str, Set[MoECTEImplementation]] = {
-    "n_block_per_iter": BLOCK,
-    "block_sharding_strategy": BLOCK - MX,
-    "n_static_blocks": BLOCK & MX,
-    "n_dynamic_blocks": BLOCK & MX,
-    "non_overlapping_shards": BLOCK - MX,
-    "use_packed_scales": BLOCK & MX,
-    "weight_dtype": MX,
-    "top_k": BLOCK,
-    "ep_degree": BLOCK,
-    "quantization_type": BLOCK & MX,
-}
+_READERS: dict[str, list[str]] = family("moe_cte")["readers"]
 """Which implementations read an option of ``ShardOnBlockConfig``."""
 _BLOCK_OPTION, _I_OPTION = "spec.shard_on_block.", "spec.shard_on_I."
 _MODE, _ON_I = "expert_affinities_scaling_mode", f"{_I_OPTION}expert_affinity_multiply_on_I"
@@ -67,8 +56,8 @@ def always(given: Arguments) -> Iterator[Rule]:
     for name, readers in _READERS.items():  # options that the implementation does not read; upstream ignores them
         value = getattr(given.spec.shard_on_block, name)
         unset = value == getattr(ShardOnBlockConfig, name) or value is QuantizationType.NONE
-        names = ", ".join(sorted(reader.name for reader in readers))
-        yield Rule(kind in readers or unset, _BLOCK_OPTION + name, default, value, f"It is read by {names}.")
+        fix = f"It is read by {', '.join(readers)}."
+        yield Rule(kind.name in readers or unset, _BLOCK_OPTION + name, default, value, fix)
     static, blocks = on_i.num_static_block, given.block_to_expert.numel()
     fix = "Only the hybrids have a static loop before the dynamic one."
     yield Rule(kind in HYBRID or static is None, _I_OPTION + "num_static_block", default, static, fix)

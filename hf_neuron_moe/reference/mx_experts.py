@@ -24,7 +24,7 @@ from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_tile_
 from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
 from hf_neuron_moe.checks import check_dtype, check_layouts, check_multiple
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
-from hf_neuron_moe.formats.constants import E2M1, E4M3FN, E5M2, LANES, ElementFormat, ScaleRule
+from hf_neuron_moe.formats.constants import E2M1, E4M3FN, E5M2, LANES, ElementFormat, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.moe_mx import (
     HIDDEN_SCHEME,
     INTERMEDIATE_SCHEME,
@@ -158,17 +158,15 @@ class ActivationQuantizer:
 
     def hidden_(self, x_RH: Tensor) -> Tensor:
         """Round hidden states in groups along H."""
-        if self.rule is not ScaleRule.NEURON:
-            return x_RH.copy_(fake_quantize_mx(x_RH, rule=self.rule, scheme=HIDDEN_SCHEME))
-        return self._fast(x_RH, x_RH.shape[1] // LANES)
+        return self._round_(x_RH, x_RH.shape[1] // LANES, HIDDEN_SCHEME)
 
     def intermediate_(self, h_RI: Tensor) -> Tensor:
         """Round rows of the intermediate in groups along I (whole tiles of 512, or one smaller one)."""
-        if self.rule is not ScaleRule.NEURON:
-            return h_RI.copy_(fake_quantize_mx(h_RI, rule=self.rule, scheme=INTERMEDIATE_SCHEME))
-        return self._fast(h_RI, min(h_RI.shape[1], TILE) // LANES)
+        return self._round_(h_RI, min(h_RI.shape[1], TILE) // LANES, INTERMEDIATE_SCHEME)
 
-    def _fast(self, values: Tensor, lane: int) -> Tensor:
+    def _round_(self, values: Tensor, lane: int, scheme: SwizzleScheme) -> Tensor:
+        if self.rule is not ScaleRule.NEURON:
+            return values.copy_(fake_quantize_mx(values, rule=self.rule, scheme=scheme))
         exponents = self.scratch.get("exponents", (values.numel(),), torch.int32)
         return fake_quantize_tile_(values, 1, lane, exponents)
 

@@ -22,28 +22,11 @@ from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_cte_problem import Place, Problem, check_arguments
 from hf_neuron_moe.reference.moe_cte_scales import Scales
 from hf_neuron_moe.reference.moe_types import ActFnType, BlockShardStrategy, MoECTEImplementation as Kind, bound
+from hf_neuron_moe.reference.specification import family
 
-FORWARD = {
-    "pre_scale_first_tile": "2.29 and later, shard_on_i and its hybrid with PRE_SCALE: slots from 512 on get the "
-    "affinities of slots 0 to 511",
-    "no_affinity_bias_first_tile": "2.29 and later, shard_on_i with plain stores and no affinity on the output: only "
-    "the first 128 slots of each core's half of a block get the down bias",
-    "mx_bias_twice": "2.29 and later, shard_on_i_mx: both cores add the down bias before their sums are added",
-    "skip_token_pre_scale_zero": "2.29 and later, shard_on_block with PRE_SCALE and skip_token: every affinity reads "
-    "as zero",
-    "no_affinity_bias_missing": "2.29 and later, shard_on_block with NO_SCALE and I up to 1024: the down bias is "
-    "missing",
-    "last_rows_not_reduced": "2.29 and later, shard_on_block: the last sum leaves out the second core's part of the "
-    "rows from ceil((T' - 1) / 128) * 128 on",
-    "multiply_on_i_no_bias": "2.29, shard_on_i with expert_affinity_multiply_on_I: the down bias is missing",
-    "fp8_scales_ignored": "2.29, shard_on_block and shard_on_i_dropping: FP8 scales are accepted and not used",
-}
-BACKWARD = {
-    "activation_as_silu": "2.29: every activation but Swish is taken for SiLU",
-    "affinity_on_i_as_on_h": "2.29: AFFINITY_ON_I is computed as AFFINITY_ON_H",
-    "affinity_grad_without_bias": "2.29 and later: the affinity's gradient lacks the down bias (as with "
-    "upstream_affinity_grad)",
-}
+FORWARD, BACKWARD = (
+    {row["name"]: row["text"] for row in family(name)["fault"]} for name in ("moe_cte", "blockwise_backward")
+)
 """Faults by name: the release and what its kernel does."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.errors import ReportError, public
+from hf_neuron_moe.precision_map import spelled
 
 RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
 METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
@@ -44,7 +45,7 @@ class RunData:
         config = self.run.get("config", {})
         activations = config.get("activations", "?")
         policy = activations if isinstance(activations, str) else json.dumps(activations)
-        return f"{config.get('precision', '?')}, {policy}"
+        return f"{spelled(config.get('precision', '?'))}, {policy}"
 
     @property
     def training(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
-from hf_neuron_moe.activation_policy import activations_from_text, to_plain
+from hf_neuron_moe.activation_policy import activations_from_text, mapping_from_text, to_plain
 from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, known_names, public
 
@@ -62,7 +62,11 @@ class NeuronMoEArguments:
     """
 
     neuron_patch: bool = _field(True, "Replace the model's SwiGLU MLPs and experts before the optimizer is made.")
-    neuron_precision: str = _option("precision", "Numbers that patched blocks compute with: bf16, mxfp8 or fp32.")
+    neuron_precision: str = _option(
+        "precision",
+        "Numbers that patched blocks compute with: bf16, mxfp8 or fp32, or a JSON object of these by glob over module "
+        "names.",
+    )
     neuron_backend: str = _option(
         "backend",
         f"What computes patched blocks: auto (by the device at patching), {', '.join(BACKENDS)}. Say neuron on a "
@@ -115,6 +119,9 @@ class NeuronMoEArguments:
         options: dict[str, Any] = {
             option.name: getattr(self, f"neuron_{option.name}") for option in fields(NeuronMoEConfig)
         }
+        if isinstance(options["precision"], str):
+            expected = "the name of a precision or a JSON object"
+            options["precision"] = mapping_from_text(options["precision"], "neuron_precision", expected)
         if isinstance(options["activations"], str):
             options["activations"] = activations_from_text(options["activations"], "neuron_activations")
         return NeuronMoEConfig(**options)

@@ -5,6 +5,7 @@ Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.experts import NeuronExperts
+from hf_neuron_moe.modules.experts import ExpertsBlock
+from hf_neuron_moe.modules.experts_calls import STACKED
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.patching.preconditions import inside_adapters
 from hf_neuron_moe.patching.report import PATCHED, PatchEntry
+from hf_neuron_moe.precision_map import DEFAULT_GLOB
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -33,7 +36,7 @@ def patched_blocks(model: nn.Module) -> dict[str, NeuronBlock]:
 
 def has_experts(block: NeuronBlock) -> bool:
     """Whether tokens are routed to experts in `block`."""
-    return isinstance(block, NeuronExperts | QuantizedExperts)
+    return isinstance(block, ExpertsBlock | QuantizedExperts)
 
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
@@ -52,21 +55,36 @@ def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     """Return up to `rows` rows of every projection, evenly spread, each row along the contraction axis of its matmul.
 
     ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter the
-    rows that are on this rank. A block with frozen MX weights has none to quantize.
+    rows that are on this rank. Without a gate there is no ``"gate"``. Frozen MX weights are not quantized again.
     """
     if isinstance(block, QuantizedBlock):
         return {}
     if isinstance(block, NeuronSwiGLUMLP) and not isinstance(block, KernelLayoutSwiGLUMLP):
         layers = [inside_adapters(block.get_submodule(name)) for name in block.neuron_roles.linears]
         weights = [_base(layer, "weight") for layer in layers]
+    elif isinstance(block, ExpertsBlock):
+        weights = _expert_rows(block)
     else:
         weights = [_base(block, "gate_up_proj"), _base(block, "down_proj")]
-    if isinstance(block, NeuronExperts):
-        local = map(_local, weights)
-        weights = [weight.transpose(1, 2) if block.is_transposed else weight for weight in local]
     *inputs, down = weights
-    gate, up = inputs if len(inputs) == 2 else inputs[0].chunk(2, dim=-2)
-    return {name: spread_rows(_local(part), rows) for name, part in zip(PROJECTIONS, (gate, up, down))}
+    if len(inputs) == 1 and not _ungated(block):
+        inputs = [*inputs[0].chunk(2, dim=-2)]
+    names = PROJECTIONS[-len(inputs) - 1 :]
+    return {name: spread_rows(_local(part), rows) for name, part in zip(names, (*inputs, down))}
+
+
+def _ungated(block: NeuronBlock) -> bool:
+    return isinstance(block, ExpertsBlock) and not block.neuron_form.gate.gated
+
+
+def _expert_rows(block: ExpertsBlock) -> list[Tensor]:
+    """Gate and up (or up alone, or both in one) and down of experts, rows along the last axis."""
+    form = block.neuron_form
+    local = [_local(_held(block, name)) for name in (*form.inputs, form.down)]
+    if form.call == STACKED:
+        return local
+    gate_up, down = (weight.transpose(1, 2) if form.transposed else weight for weight in local)
+    return [gate_up[:, ::2], gate_up[:, 1::2], down] if form.interleaved else [gate_up, down]
 
 
 def spread_rows(values: Tensor, rows: int) -> Tensor:
@@ -95,6 +113,7 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             kind="experts" if has_experts(block) else "mlp",
             class_name=type(block).__name__,
             status=PATCHED,
+            precision=block.neuron_config.precision,
             experts=experts or None,
             hidden_size=hidden,
             intermediate_size=inner,
@@ -102,7 +121,10 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             backend=block.neuron_config.backend,
         )
         entries.append(entry.to_dict())
-    return {"config": next(iter(blocks.values())).neuron_config.to_dict(), "entries": entries}
+    config = next(iter(blocks.values())).neuron_config
+    own = {DEFAULT_GLOB: config.precision} | {name: block.neuron_config.precision for name, block in blocks.items()}
+    precision = {name: kind for name, kind in own.items() if name == DEFAULT_GLOB or kind != config.precision}
+    return {"config": replace(config, precision=precision).to_dict(), "entries": entries}
 
 
 def _base(module: nn.Module, name: str) -> Tensor:
@@ -111,6 +133,11 @@ def _base(module: nn.Module, name: str) -> Tensor:
     tensor = parametrized[name].original if parametrized is not None and name in parametrized else getattr(module, name)
     assert isinstance(tensor, Tensor)
     return tensor.detach()
+
+
+def _held(block: nn.Module, path: str) -> Tensor:
+    owner, _, name = path.rpartition(".")
+    return _base(block.get_submodule(owner), name)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.experts import KernelLayoutExperts
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP
@@ -38,9 +39,12 @@ def refuse_sharded_kernel_layout(model: nn.Module) -> None:
 
 
 def refuse_unsavable_adapters(model: nn.Module) -> None:
-    """Raise, before a step is lost, for adapters that cannot be saved: those on dense blocks in kernel layout."""
+    """Raise, before a step is lost, for adapters that cannot be saved: those on dense blocks in kernel layout.
+
+    Likewise those on experts whose columns the kernel layout orders anew.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, KernelLayoutSwiGLUMLP):
+        if isinstance(module, KernelLayoutSwiGLUMLP | KernelLayoutExperts):
             module.refuse_adapters(name)
 
 

@@ -310,20 +310,30 @@ def test_compiles_without_a_graph_break() -> None:
         pytest.param("gate_pre+gate_act+up+intermediate", marks=pytest.mark.slow),
     ],
 )
-def test_opcheck_forward(precision: str, keep: str) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_opcheck_forward(precision: str, keep: str, biased: bool) -> None:
+    biases = biases_of(48, 32, 4, biased=biased)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     tensors = [t.detach() for t in mlp_tensors(12, 32, 48)]
     needs = [t.requires_grad_(bool(keep)) for t in (tensors[0].to(dtype), *tensors[1:])]
     call = BlockCall(BlockSpec(precision, 128), parse_keep(keep), "torch").encode()
-    torch.library.opcheck(ops.mlp_fwd, (*needs, call))
+    torch.library.opcheck(ops.mlp_fwd, (*needs, *biases[:3], call))
     x, index, weights, gate_up, down = (t.detach() for t in expert_tensors(12, 32, 48, 4, 2, False, idle=0))
     floats = [t.requires_grad_(bool(keep)) for t in (x.to(dtype), weights, gate_up, down)]
     operands = (floats[0], index, *floats[1:])
-    torch.library.opcheck(ops.moe_fwd, (*operands, call))
+    torch.library.opcheck(ops.moe_fwd, (*operands, *biases[3:], call))
 
 
+def biases_of(inner: int, hidden: int, experts: int, *, biased: bool) -> list[Tensor | None]:
+    """Those of a dense MLP's gate, up and down, then of the experts' gate_up and down."""
+    shapes = ((inner,), (inner,), (hidden,), (experts, 2 * inner), (experts, hidden))
+    return [torch.randn(shape) if biased else None for shape in shapes]
+
+
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, True)])
-def test_opcheck_backward(wanted: tuple[bool, bool, bool]) -> None:
+def test_opcheck_backward(wanted: tuple[bool, bool, bool], biased: bool) -> None:
+    biases = biases_of(48, 32, 4, biased=biased)
     x, gate, up, down = (t.detach() for t in mlp_tensors(12, 32, 48))
     dout = torch.randn(12, 32)
     checks = ("test_schema", "test_faketensor")
@@ -331,11 +341,11 @@ def test_opcheck_backward(wanted: tuple[bool, bool, bool]) -> None:
     pre = (torch.randn(12, 48), torch.randn(12, 48), *empty)
     call = BlockCall(BlockSpec("fp32", 128), parse_keep("minimal"), "torch")
     transposed = call._replace(spec=BlockSpec("fp32", 128, transposed=True))
-    mlp_args = (dout, x, gate, up, down, *pre, call.encode(), wanted[0], wanted[2])
+    mlp_args = (dout, x, gate, up, down, *biases[:3], *pre, call.encode(), wanted[0], wanted[2])
     torch.library.opcheck(ops.mlp_bwd, mlp_args, test_utils=checks)
     x, index, weights, gate_up, down = (t.detach() for t in expert_tensors(12, 32, 48, 4, 2, True))
     pre = (torch.randn(24, 48), torch.randn(24, 48), *empty)
-    moe_args = (dout, x, index, weights, gate_up, down, *pre, transposed.encode(), *wanted)
+    moe_args = (dout, x, index, weights, gate_up, down, *biases[3:], *pre, transposed.encode(), *wanted)
     torch.library.opcheck(ops.moe_bwd, moe_args, test_utils=checks)
 
 

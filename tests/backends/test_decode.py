@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.backends.torch.cpu import decode as few_rows, matmul as products
-from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.backends.torch.experts import ExpertStack, stacked
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.modules import ops
 from tests.refusals import refused
@@ -37,11 +37,11 @@ def operands(
     if transposed:
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     x, weight = torch.randn(tokens, hidden, dtype=dtype), torch.rand(tokens, top_k)
-    return x, index, weight, ExpertStack(gate_up, down, transposed)
+    return x, index, weight, stacked(gate_up, down, transposed=transposed)
 
 
 def experts_of(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tensor:
-    return few_rows.experts(x, Routing(index, weight), (stack.gate_up, stack.down), stack.transposed)
+    return few_rows.experts(x, Routing(index, weight), stack.stacked, stack.spec)
 
 
 def exact(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tensor:
@@ -49,8 +49,8 @@ def exact(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tenso
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, (ids, factors) in enumerate(zip(index.tolist(), weight.tolist(), strict=True)):
         for expert, factor in zip(ids, factors, strict=True):
-            if expert < len(stack.gate_up):
-                gate, up, down = (w.double() for w in stack.expert(expert))
+            if expert < len(stack.stacked.gate_up):
+                gate, up, down = (w.double() for w in stack.expert(expert)[:3] if w is not None)
                 row = x[token].double()
                 out[token] += factor * (down @ (F.silu(gate @ row) * (up @ row)))
     return out
@@ -140,7 +140,7 @@ def test_dense_networks_by_onednn_and_through_fp32_are_right(
     precision = "fp32" if dtype is torch.float32 else "bf16"
     for tokens in (1, 2, 4, 5, 6, 11, 12, 32, 33):
         x, *_, stack = operands(tokens, 1, 1, sizes, False, dtype)
-        gate, up, down = stack.expert(0)
+        gate, up, down = stack.expert(0)[:3]
         out = few_rows.mlp(x, gate, up, down, precision)
         if dtype is torch.bfloat16 and tokens > 12:
             assert out is None  # tiles

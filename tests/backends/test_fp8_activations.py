@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch.gating import mask_
 from hf_neuron_moe.backends.torch.saved import GROUP, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8
@@ -101,3 +102,45 @@ def test_fp8_rows_hold_what_the_format_gives(columns: int) -> None:
 def test_unknown_policy_is_refused() -> None:
     with refused(ConfigError, "activations", "one of full, minimal, fp8, recompute", got="'fp9'"):
         run("mlp", make("mlp", 8, 32, 32), "bf16", "fp9")
+
+
+LIMITS = [
+    (7.0, None),
+    (8.0, -6.0),
+    (1.0, -1.0),
+    (None, -2.0),
+    (3.0, 0.0),
+    (0.0, -3.0),
+    (17.0, 3.0),
+    (7.0063428146, None),
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_what_was_beyond_a_limit_is_the_limit_and_nothing_else_is(limits: tuple[float | None, float | None]) -> None:
+    """Every finite bf16 value, with neighbours and with values of all magnitudes in its group."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()]
+    mixed = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))]
+    for order in (every, mixed):
+        values = order[: len(order) // 200 * 200].view(-1, 200)
+        rows = FP8Rows(*fp8_storage(values, tuple(values.shape[:1]), 200), limits)
+        assert torch.equal(rows.put(slice(None), slice(0, 200), values), values)
+        taken = rows.take(slice(None), slice(0, 200))
+        ones = torch.ones_like(taken)
+        finite = taken.isfinite()  # the largest magnitudes have no finite scale
+        assert finite.float().mean() > 0.7
+        expected, found = (mask_(ones.clone(), each, limits)[finite] for each in (values.float(), taken))
+        assert torch.equal(found, expected)
+        clipped = values.float().clamp(limits[1], limits[0])
+        assert torch.equal(taken[finite][expected == 0], clipped[finite][expected == 0])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_group_with_nan_has_no_limits(bad: float) -> None:
+    values = torch.full((2, 128), 9.0)
+    values[0, 3] = bad
+    rows = FP8Rows(*fp8_storage(values, (2,), 128), (None, -7.0) if bad == torch.inf else (7.0, -7.0))
+    rows.put(slice(None), slice(0, 128), values)
+    taken = rows.take(slice(None), slice(0, 128))
+    assert taken[0, :64].isnan().all() and taken[0, 64:].isfinite().all() and taken[1].isfinite().all()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
-from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, ShapeError
 from hf_neuron_moe.formats import (
     dequantize_moe_down,
     dequantize_moe_gate_up,
@@ -26,6 +29,7 @@ from hf_neuron_moe.formats import (
 )
 from hf_neuron_moe.modules import ops, quantized_ops
 from hf_neuron_moe.modules.quantized_ops import quantized_network
+from tests.backends.test_gates import GATES
 from tests.frozen_oracle import oracle
 from tests.refusals import refused
 
@@ -211,16 +215,18 @@ def test_operators_obey_torch(keep: str) -> None:
     call = BlockCall(BlockSpec("bf16"), parse_keep(keep), "torch", layouts=layouts).encode()
     weights = torch.rand(5, 2)
     routed = (x.requires_grad_(), index, weights.requires_grad_())
-    torch.library.opcheck(quantized_ops.frozen_fwd, (*routed, *tensors, call))
+    torch.library.opcheck(quantized_ops.frozen_fwd, (*routed, *tensors, None, None, call))
     dense = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
     dense_tensors = (dense.gate_up_codes, dense.gate_up_scales, dense.down_codes, dense.down_scales)
     torch.library.opcheck(
-        quantized_ops.frozen_fwd, (x, None, None, *dense_tensors, call.replace("swizzled", "natural"))
+        quantized_ops.frozen_fwd, (x, None, None, *dense_tensors, None, None, call.replace("swizzled", "natural"))
     )
-    saved = quantized_ops.frozen_fwd(*routed, *tensors, call)[1:]
+    saved = quantized_ops.frozen_fwd(*routed, *tensors, None, None, call)[1:]
     routed = (x.detach(), x.detach(), index, weights.detach())
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(quantized_ops.frozen_bwd, (*routed, *tensors, *saved, call, True, True), test_utils=checks)
+    torch.library.opcheck(
+        quantized_ops.frozen_bwd, (*routed, *tensors, None, None, *saved, call, True, True), test_utils=checks
+    )
 
 
 def test_nothing_is_kept_without_gradients_and_weights_are_not_copied() -> None:
@@ -256,3 +262,79 @@ def test_a_hidden_size_of_384_follows_the_codes_groups() -> None:
     assert not torch.equal(y, ops.swiglu_mlp(x, gate, up, down, precision="mxfp8", backend="torch"))
     values = [fake_quantize_mx(weight) for weight in (gate_up, down)]
     assert relative(y, oracle(x.double(), *values, ("wrapX", "wrapX"), 128)) < BOUND
+
+
+GATED = [name for name, gate in GATES.items() if gate.gated]
+
+
+def biased(stack: MXExpertStack, gate: Gate) -> MXExpertStack:
+    leading = stack.gate_up_codes.shape[:-2]
+    biases = wide(*leading, 2 * stack.inner, seed=8), wide(*leading, stack.hidden, seed=9)
+    return replace(stack, gate=gate, gate_up_bias=biases[0], down_bias=biases[1])
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gates_and_biases_are_the_patched_block_s_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    products(monkeypatch, native=False)
+    gate, (gate_up, down, x) = GATES[name], (wide(512, 128), wide(128, 256, seed=1), 8 * wide(37, 128, seed=2))
+    stack = biased(stack_of(gate_up, down, "natural", "compact"), gate)
+    assert stack.gate_up_bias is not None
+    biases = (*stack.gate_up_bias.chunk(2), stack.down_bias)
+    options = {"precision": "mxfp8", "backend": "torch", "gate": gate, "biases": biases}
+    y = quantized_network(x, None, None, stack, backend="torch")
+    assert torch.equal(y, ops.swiglu_mlp(x, *gate_up.chunk(2), down, **options))
+    assert not torch.equal(y, quantized_network(x, None, None, replace(stack, gate_up_bias=None), backend="torch"))
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("activations", ["minimal", "recompute", "fp8"])
+def test_gradients_through_gates_and_biases(name: str, activations: str) -> None:
+    gate, generator = GATES[name], torch.Generator().manual_seed(3)
+    gate_up, down = wide(3, 512, 128), wide(3, 128, 256, seed=1)
+    stack = biased(stack_of(gate_up, down, "swizzled", "compact"), gate)
+    values = [fake_quantize_mx(weight).double() for weight in (gate_up, down)]
+    x, index = wide(11, 128, seed=2).requires_grad_(), torch.randint(0, 4, (11, 2), generator=generator)  # 3 is absent
+    weights = torch.rand(11, 2, generator=generator).requires_grad_()
+    y = quantized_network(x, index, weights, stack, backend="torch", activations=activations)
+    dout = wide(11, 128, seed=4)
+    found = torch.autograd.grad(y, (x, weights), dout)
+    x64, w64 = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
+    assert stack.gate_up_bias is not None and stack.down_bias is not None
+    rows = []
+    for token in range(len(x64)):
+        total = torch.zeros(1, 128, dtype=torch.float64)
+        for slot, expert in enumerate(index[token].tolist()):
+            if expert < 3:
+                parts = (values[0][expert], values[1][expert], ("wrapX", "wrapX"), 256, w64[token, slot : slot + 1])
+                biases = (stack.gate_up_bias[expert], stack.down_bias[expert])
+                total = total + oracle(x64[token : token + 1], *parts, gate=gate, biases=biases)
+        rows.append(total[0])
+    expected = torch.stack(rows)
+    exact = torch.autograd.grad(expected, (x64, w64), dout.double())
+    # A value that rounds onto a limit has no gradient, and crosses borders of the MXFP8 grid together with others.
+    bound = 2 * BOUND if gate.clamped else BOUND
+    assert relative(y, expected.detach()) < bound
+    for actual, wanted in zip(found, exact, strict=True):
+        assert relative(actual, wanted) < (0.06 if activations == "fp8" else bound)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "argument", "expected"),
+    [
+        (ConfigError, {"gate": GATES["squared_relu"]}, "gate", "one with a gate projection for MX codes"),
+        (ShapeError, {"gate_up_bias": torch.zeros(3)}, "gate_up_bias", "512"),
+        (
+            ConfigError,
+            {"down_bias": torch.zeros(128, requires_grad=True)},
+            "down_bias",
+            "a tensor that needs no gradient",
+        ),
+    ],
+    ids=["ungated", "shape", "gradient"],
+)
+def test_gates_and_biases_that_codes_cannot_have(
+    kind: type[NeuronMoEError], change: dict[str, object], argument: str, expected: str
+) -> None:
+    stack = replace(stack_of(wide(512, 128), wide(128, 256, seed=1), "natural", "compact"), **change)
+    with refused(kind, argument, expected):
+        quantized_network(wide(3, 128), None, None, stack, backend="torch")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model, refresh_weights
 from hf_neuron_moe.backends import prepared
+from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.backends.torch import compute, generation
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules import ops
@@ -50,7 +51,7 @@ def test_dense_values_are_those_of_the_contract(rows: int, inner: int) -> None:
     x, gate, up = (torch.randn(size, 256, generator=g).bfloat16() for size in (rows, inner, inner))
     down = (torch.randn(256, inner, generator=g) * inner**-0.5).bfloat16()
     gate, up = gate * 256**-0.5, up * 256**-0.5
-    y = generation.mlp(x, gate, up, down)
+    y = generation.mlp(x, FFNWeights(gate, up, down))
     operands = tuple(t.double() for t in (gate, up, down))
     exact = network_mxfp8(x.double(), operands, x.double(), torch.ones(rows).double(), None).y_RH
     once = (exact.bfloat16().double() - exact).norm()
@@ -67,7 +68,7 @@ def test_an_axis_of_384_has_the_groups_of_training(hidden: int, inner: int, monk
 
     operands = wide(5, hidden), wide(inner, hidden), wide(inner, hidden), wide(hidden, inner)
     trained = ops.swiglu_mlp(*operands, precision="mxfp8", backend="torch", activations="full", training=True)
-    generated = generation.mlp(*operands)
+    generated = generation.mlp(operands[0], FFNWeights(*operands[1:]))
     # The same operands give the same sums but for the order of their parts; other groups move a value by 2^-4.
     assert float((trained - generated).float().norm() / trained.float().norm()) < 2**-17
 
@@ -90,7 +91,7 @@ def test_threads_share_the_copies() -> None:
         g = torch.Generator().manual_seed(0)
         for _ in range(40):
             x, gate, up, down = (torch.randn(s, generator=g).bfloat16() for s in ((1, 32), (8, 32), (8, 32), (32, 8)))
-            generation.mlp(x, gate, up, down)
+            generation.mlp(x, FFNWeights(gate, up, down))
         return True
 
     try:

@@ -26,9 +26,9 @@ def _tanh_grad_(values: Tensor) -> Tensor:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(gating.GATES, "tanh", gating.Gating(torch.tanh_, _tanh_grad_))
-    row = structure.Gate("tanh", lambda activation: isinstance(activation, nn.Tanh))
-    monkeypatch.setitem(structure.GATES, "tanh", row)
+    monkeypatch.setitem(gating.ACTIVATIONS, "tanh", gating.Activation(torch.tanh, _tanh_grad_))
+    row = structure.Recognized("tanh", lambda activation: isinstance(activation, nn.Tanh))
+    monkeypatch.setitem(structure.ACTIVATIONS, "tanh", row)
     yield
 
 

@@ -7,16 +7,13 @@ percent; a second rounding to bf16 costs 41 % and more.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from hf_neuron_moe.activation_policy import keep_strings
 from hf_neuron_moe.backends.torch import compute
 from hf_neuron_moe.modules import ops
-from tests.backends.rounding_oracle import NETWORKS, Outcome, r
+from tests.backends.rounding_oracle import NETWORKS, Outcome, draw, exact_experts, run_experts, times_one_rounding
 
 ONE_ROUNDING = 1.15
 PER_EXPERT = 1.5
@@ -31,18 +28,6 @@ PRODUCTS = pytest.mark.parametrize("native", [False, True], ids=["fp32_products"
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     native = request.node.callspec.params["native"]
     monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: native)
-
-
-def draw(generator: torch.Generator, *shape: int, scale: float = 1.0, binades: int = 8) -> Tensor:
-    """bf16 values, rows over that many binades."""
-    rows = torch.exp2(torch.randint(-binades // 2, binades // 2 + 1, (*shape[:-1], 1), generator=generator).float())
-    return (torch.randn(shape, generator=generator) * rows * scale).bfloat16()
-
-
-def times_one_rounding(actual: Tensor, exact: Tensor) -> float:
-    """The error of `actual` over that of `exact` rounded once to bf16."""
-    once = (exact.bfloat16().double() - exact).norm()
-    return float((actual.double() - exact).norm() / once)
 
 
 DENSE = [(128, 128, 7168), (150, 160, 600), (9, 96, 2100), (640, 64, 130)]
@@ -70,45 +55,6 @@ def test_dense(native: bool, precision: str, tokens: int, hidden: int, inner: in
     for name in ("y_RH", "dx_RH", "d_gate_IH", "d_up_IH", "d_down_HI"):
         assert times_one_rounding(getattr(actual, name), getattr(exact, name)) <= ONE_ROUNDING, name
     assert len(leaves) == 3
-
-
-def exact_experts(
-    precision: str, operands: dict[str, Tensor], dout: Tensor, block: int
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Experts one by one, added in float64; and what rounding every part and then the sum costs, over one rounding."""
-    x, index, weights = operands["x"].double(), operands["index"], operands["weights"].double()
-    gate_up, down = operands["gate_up"].double(), operands["down"].double()
-    y, dx, d_weights = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(weights)
-    noise = torch.zeros(2, dtype=torch.float64)
-    d_gate_up, d_down = torch.zeros_like(gate_up), torch.zeros_like(down)
-    for expert in range(len(down)):
-        tokens, slots = (index == expert).nonzero(as_tuple=True)
-        if not len(tokens):
-            continue
-        parts = (*gate_up[expert].chunk(2), down[expert])
-        one = NETWORKS[precision](x[tokens], parts, dout.double()[tokens], weights[tokens, slots], block)
-        y.index_add_(0, tokens, one.y_RH)
-        dx.index_add_(0, tokens, one.dx_RH)
-        noise += torch.stack([(r(part) - part).norm() ** 2 for part in (one.y_RH, one.dx_RH)])
-        d_weights[tokens, slots] = one.d_scale_R
-        d_gate_up[expert], d_down[expert] = torch.cat([one.d_gate_IH, one.d_up_IH]), one.d_down_HI
-    exact = {"y": y, "x": dx, "weights": d_weights, "gate_up": d_gate_up, "down": d_down}
-    once = [(r(total) - total).norm() ** 2 for total in (y, dx)]
-    return exact, {name: float((1 + noise[n] / once[n]) ** 0.5) for n, name in enumerate("yx")}
-
-
-def run_experts(operands: dict[str, Tensor], dout: Tensor, transposed: bool, **options: Any) -> dict[str, Tensor]:
-    """The block's output and gradients, in the stock order of the weights."""
-    given = dict(operands)
-    if transposed:
-        given |= {name: given[name].transpose(1, 2).contiguous() for name in ("gate_up", "down")}
-    leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in given.items()}
-    y = ops.experts(*leaves.values(), transposed=transposed, backend="torch", **options)
-    names = [name for name in leaves if name != "index"]
-    grads = dict(zip(names, torch.autograd.grad(y, [leaves[name] for name in names], dout), strict=True))
-    if transposed:
-        grads |= {name: grads[name].transpose(1, 2) for name in ("gate_up", "down")}
-    return {"y": y.detach(), **grads}
 
 
 @PRODUCTS

@@ -51,7 +51,8 @@ def test_doctor_works_with_nothing_installed(run, model_dir):
     assert "Install nki, torch-neuronx, neuronx-cc from AWS's own index" in result.out
     assert "Neuron SDK not installed" in result.out
     assert "1 x mlp (64, 96), mxfp8: mlp_forward_mxfp8_nki, mlp_backward_mxfp8_nki" in result.out
-    assert "nkilib documents no bf16 kernel pair for dense MLPs" in result.out
+    assert "1 x mlp (64, 96), bf16: moe_cte, blockwise_mm_bwd" in result.out
+    assert "note  computed by the bf16 kernels of experts as one expert with affinity 1" in result.out
     assert run("doctor", "--strict").code == 1
 
 
@@ -206,9 +207,9 @@ def test_text_and_json_say_the_same(run, mixtral_dir):
 def test_the_kernels_of_a_models_kinds_of_blocks_are_listed(run, model_dir, mixtral_dir):
     everything, dense, experts = (run("doctor", *model).out for model in ([], [model_dir], [mixtral_dir]))
     for text, listed in ((everything, ("mlp_", "moe_")), (dense, ("mlp_",)), (experts, ("moe_",))):
-        for prefix in ("mlp_", "moe_"):
-            assert any(line.startswith(f"{prefix}forward ") for line in text.splitlines()) == (prefix in listed)
-        assert ("moe_forward and moe_backward: the documents leave open" in text) == ("moe_" in listed)
+        for prefix, need in (("mlp_", "mlp_forward"), ("moe_", "moe_forward_mxfp8")):
+            assert any(line.startswith(f"{need} ") for line in text.splitlines()) == (prefix in listed)
+        assert "moe_forward and moe_backward: the documents leave open" in text  # of dense blocks too
 
 
 def test_the_documents_are_asked_about_the_lnc_that_is_set(run, mixtral_dir, monkeypatch):

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.device_verification import load_for_verification
 from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
-from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, roofline
+from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, precisions_by_blocks, roofline
 from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, Floor
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
@@ -133,11 +134,11 @@ def left_out(line: Roofline) -> list[str]:
 
 
 def test_blocks_without_kernels_are_outside_of_the_sum_with_their_reason():
-    both = roofline([DENSE, EXPERTS], "trn2", "bf16", Step(4096))
+    both = roofline([replace(DENSE, gate=Gate("gelu")), EXPERTS], "trn2", "bf16", Step(4096))
     (computed,) = both.computed
     assert computed.group is EXPERTS and computed.floor is not None
     assert both.seconds == {"minimal": pytest.approx(2 * computed.floor.seconds)}
-    assert list(both.left_out) == [DENSE.label] and "no bf16 kernel pair" in both.left_out[DENSE.label]
+    assert list(both.left_out) == [DENSE.label] and "unwritten" in both.left_out[DENSE.label]
     assert both.groups[-1].floor is not None, "what another way would take is told apart"
     (reason,) = left_out(roofline([DENSE], "trn2", "mxfp8", Step(64)))
     assert "Trn3 only" in reason
@@ -177,6 +178,32 @@ def test_policies_are_resolved_block_by_block():
     assert counts == {"gate_pre+up": {"full": 3}, "minimal": {"mixed": 2}, "recompute": {"mixed": 1}}
     seconds = {part.keep: part.floor.seconds for part in line.groups if part.floor}
     assert line.seconds["mixed"] == pytest.approx(2 * seconds["minimal"] + seconds["recompute"])
+    assert not any(hasattr(module, "neuron_keep") for module in model.modules()), "unpatched again"
+
+
+def test_blocks_of_several_precisions_are_counted_by_their_own():
+    with torch.device("meta"):
+        model = tiny_model("llama", num_hidden_layers=3, hidden_size=512, intermediate_size=512)
+    model.model.layers[2].mlp = model.model.layers[1].mlp  # matched by its second name
+    config = NeuronMoEConfig(precision={"*": "bf16", "model.layers.2.*": "mxfp8"})
+    own = precisions_by_blocks(model, config)
+    assert own == {"model.layers.0.mlp": "bf16", "model.layers.1.mlp": "mxfp8"}
+    groups, step, kept = block_groups(model), Step(512), {"policy": kept_by_blocks(model, config)}
+    line = roofline(groups, "trn3", config.precision, step, kept, own)
+    assert {part.precision: part.group.names for part in line.groups} == {
+        "mxfp8": ("model.layers.1.mlp",),
+        "bf16": ("model.layers.0.mlp",),
+    }
+    by_precision = {part.precision: part for part in line.groups}
+    for precision, part in by_precision.items():
+        (alone,) = roofline(groups, "trn3", precision, step, kept).groups
+        assert (part.reason, part.floor, part.flops) == (alone.reason, alone.floor, alone.flops)
+    assert line.seconds == {"policy": sum(part.floor.seconds for part in by_precision.values() if not part.reason)}
+    by_name = roofline(groups, "trn3", NeuronMoEConfig(precision={"*": "mxfp8", "*.1.*": "bf16"}).precision, step)
+    assert {part.group.names[0]: part.precision for part in by_name.groups} == {
+        "model.layers.0.mlp": "mxfp8",
+        "model.layers.1.mlp": "bf16",
+    }
     assert not any(hasattr(module, "neuron_keep") for module in model.modules()), "unpatched again"
 
 
@@ -223,7 +250,19 @@ def test_weight_copies_are_counted_before_a_machine_is_there(group, chip, precis
 def test_what_policies_share_is_copied_once():
     line = roofline([LLAMA], "trn3", "mxfp8", Step(64), {"a": {}, "b": dict.fromkeys(LLAMA.names, "recompute")})
     assert len(line.computed) == 2 and line.copies["stock"].total == 7 * 2**30
-    assert not roofline([LLAMA], "trn2", "bf16", Step(64)).copies, "no kernel reads them"
+    assert not roofline([LLAMA], "trn2", "mxfp8", Step(64)).copies, "no kernel reads them"
+    # One expert's weights [1, H, 2, I] and [1, I, H]: a copy of each, whatever the parameters' layout.
+    copies = roofline([LLAMA], "trn2", "bf16", Step(64)).copies
+    assert {found.total for found in copies.values()} == {32 * 3 * 4096 * 14336 * 2}
+
+
+def test_a_dense_block_in_bf16_counts_as_one_expert():
+    dense, expert = (replace(DENSE, kind=kind, experts=count, top_k=count) for kind, count in _ONE)
+    parts = [roofline([group], "trn2", "bf16", Step(4096)).groups[0] for group in (dense, expert)]
+    assert parts[0].floor.seconds == parts[1].floor.seconds and parts[0].floor.block_size is None
+
+
+_ONE = (("mlp", None), ("experts", 1))
 
 
 def test_the_copies_are_those_of_the_patch_report(run, tmp_path):
@@ -246,11 +285,11 @@ def test_the_copies_are_those_of_the_patch_report(run, tmp_path):
 def test_blocks_without_a_kernel_are_padded_as_pytorch_pads_them(run, tmp_path):
     """64 x 96 to 128 x 128, not to the 512 of another block's kernel: 166.7 %, as the patch report says."""
     group = BlockGroup("mlp", ("a",), None, None, 64, 96, None)
-    (part,) = roofline([group], "trn2", "bf16", Step(128)).groups
+    (part,) = roofline([group], "trn3", "bf16", Step(128)).groups
     assert part.padding_overhead_percent == pytest.approx(100 * (128 * 128 / (64 * 96) - 1))
     assert part.best_block_size is None and not part.copy_bytes
     tiny_model("llama", num_hidden_layers=1, hidden_size=64, intermediate_size=96).config.save_pretrained(tmp_path)
-    text = run("estimate", tmp_path, "--length", 128, "--device", "trn2").out
+    text = run("estimate", tmp_path, "--length", 128, "--device", "trn3", "--precision", "bf16").out
     assert "166.7 %" in text and 'With fallback="torch" PyTorch computes them, padded to multiples of 128' in text
     odd = BlockGroup("mlp", ("a",), None, None, 64, 96, "its activation is GELU")
     assert roofline([odd], "trn2", "bf16", Step(128)).groups[0].floor is None, "nobody pads what is not patched"

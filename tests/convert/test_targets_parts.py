@@ -17,6 +17,7 @@ from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, part
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from hf_neuron_moe.formats import fake_quantize_mx, quantize_mx, unswizzle
+from hf_neuron_moe.formats.layouts import gate_up_interleaved_to_kernel
 from tests.refusals import refused
 
 SIZES = st.integers(1, 40)
@@ -126,7 +127,8 @@ def test_what_is_stored_comes_back_whatever_the_pieces_and_options_are(data):
     if fused:
         transposed = draw(st.booleans())
         on_disk = (shape[0], *shape[:0:-1]) if transposed else shape
-        weight = replace(weight, pieces=(Piece("all", "file", "BF16", on_disk, None, 0, transposed),))
+        interleaved = transposed and role == "gate_up_proj" and draw(st.booleans())
+        weight = replace(weight, pieces=(Piece("all", "file", "BF16", on_disk, None, 0, transposed, interleaved),))
     source = {piece.source: torch.randn(piece.shape).bfloat16() for piece in weight.pieces}
     try:
         written, made, rounded = run(weight, options, source)
@@ -181,6 +183,24 @@ def test_transposed_sources_are_stored_like_others(role, transposed, read_at_a_t
         back = restore(weight.pieces[0], written, lambda index, expert, w=written, m=made: m[w[index].name][expert])
         wanted = fake_quantize_mx(on_disk, 1 if transposed else 2).bfloat16() if options.quantized else on_disk
         assert torch.equal(back, wanted)
+
+
+@pytest.mark.parametrize("read_at_a_time", [None, 1000])
+def test_interleaved_sources_are_stored_gate_first(read_at_a_time, monkeypatch):
+    """gpt-oss's ``[E, H, 2I]``: even columns gate, odd ones up. Every source row is read once."""
+    if read_at_a_time:
+        monkeypatch.setattr("hf_neuron_moe.convert.layout.relayout.READ_BYTES", read_at_a_time)
+    on_disk = torch.randn(3, 64, 96).bfloat16()
+    piece = Piece("w", "f", "BF16", (3, 64, 96), None, 0, True, True)
+    weight = FusedWeight("x.gate_up_proj", (3, 96, 64), (piece,))
+    kernel_EH2I = gate_up_interleaved_to_kernel(on_disk)
+    for ranks in (1, 2):
+        written, made, _ = run(weight, ConvertOptions("bf16", "kernel", tp_degree=ranks), {"w": on_disk})
+        shares = kernel_EH2I.chunk(ranks, dim=3)
+        for tensor, share in zip(made.values(), shares, strict=True):
+            assert torch.equal(tensor, share.flatten(2))
+        back = restore(piece, written, lambda index, expert, w=written, m=made: m[w[index].name][expert])
+        assert torch.equal(back, on_disk)
 
 
 def test_rounded_values_are_counted_once_over_all_ranks():

@@ -12,9 +12,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model, unpatch_model
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.low_rank import low_rank_of
+from hf_neuron_moe.modules.low_rank import LowRank, low_rank_mlp, low_rank_of, three_weights
 from hf_neuron_moe.training import measure_saved_bytes
 from tests.tiny_models import tiny_model, tokens
 
@@ -183,3 +184,42 @@ def test_weights_with_adapters_of_half_precision_have_the_bits_of_a_merge(dtype:
     effective = low_rank_of(layer).effective
     assert effective.dtype == layer.lora_A["default"].weight.dtype == dtype
     assert torch.equal(effective, layer.base_layer.weight + layer.get_delta_weight("default"))
+
+
+GATES = [
+    Gate("swish", 1.702, gate_max=1.0, up_max=1.0, up_min=-1.0, up_offset=1.0),
+    Gate("gelu_tanh"),
+    Gate(gate_softcap=1.0, up_softcap=2.0),
+]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=["swish", "gelu_tanh", "softcapped"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gates_and_biases_are_those_of_the_materialized_weights(gate: Gate, precision: str, fused: bool) -> None:
+    g = torch.Generator().manual_seed(2)
+    shapes = [(40, 32), (40, 32), (32, 40)] if not fused else [(80, 32), (32, 40)]
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=g) * scale).requires_grad_()
+
+    x = draw(20, 32)
+    layers = [
+        LowRank(draw(*shape, scale=0.2), draw(4, shape[1], scale=0.2), draw(shape[0], 4), 0.5) for shape in shapes
+    ]
+    biases = (draw(40), draw(40), draw(32))
+    options: dict[str, Any] = {"precision": precision, "backend": "torch", "gate": gate, "activations": "gate_pre+up"}
+    given = [tensor for layer in layers for tensor in layer[:3] if tensor is not None]
+    y = low_rank_mlp(x, layers, training=True, biases=biases, cache_weights=True, **options)
+    expected = ops.swiglu_mlp(
+        x, *three_weights([layer.effective for layer in layers]), training=True, biases=biases, **options
+    )
+    assert torch.equal(y, expected)
+    dout = torch.randn(y.shape, generator=g)
+    wanted = [x, *biases, *given]
+    found, exact = (torch.autograd.grad(result, wanted, dout, retain_graph=True) for result in (y, expected))
+    assert all(map(torch.equal, found[:4], exact[:4]))
+    for actual, reference in zip(found[4:], exact[4:], strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-6)  # sums in another order
+    only = torch.autograd.grad(y, [biases[1]], dout)[0]
+    assert torch.equal(only, exact[2])

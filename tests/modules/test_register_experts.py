@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig
+from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
 from hf_neuron_moe.modules.experts import register_experts_implementation
 from tests.refusals import refused
-from tests.tiny_models import tiny_model, tokens
+from tests.tiny_models import OTHER_GATES, tiny_model, tokens
 
 NAME = "neuron_moe_under_test"
 
@@ -58,22 +59,23 @@ def test_the_precision_is_that_of_the_registration() -> None:
     assert not torch.equal(model(tokens()).logits, exact)
 
 
+@pytest.mark.parametrize("family", OTHER_GATES)
+def test_experts_with_other_gates_give_what_eager_gives(family: str) -> None:
+    model = tiny_model(family)
+    expected = model(tokens()).logits
+    register_experts_implementation({"precision": "fp32"}, name=NAME)
+    model.set_experts_implementation(NAME)
+    found = model(tokens()).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    assert not torch.equal(found, expected)  # another order of sums
+
+
 def test_unsupported_experts_are_refused_at_the_call() -> None:
-    config = GptOssConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=64,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny_model("mixtral")
+    model.model.layers[0].mlp.experts.act_fn = nn.Mish()
     register_experts_implementation(name=NAME)
     model.set_experts_implementation(NAME)
-    with refused(UnsupportedModelError, "GptOssExperts", "bias"):
+    with refused(UnsupportedModelError, "MixtralExperts", "activation is Mish"):
         model(tokens())
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model, unpatch_model
-from hf_neuron_moe.activation_policy import keep_strings
+from hf_neuron_moe.activation_policy import canonical_keep, keep_strings
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, recomputed_flops, saved_bytes
@@ -119,3 +120,41 @@ def test_frozen_blocks_keep_all_of_up_and_repeat_none_of_it() -> None:
     trained, frozen = (SavedBlock("mxfp8", 64, 1024, None, quantized=quantized) for quantized in (False, True))
     assert recomputed_flops(frozen, "minimal") == recomputed_flops(frozen, "gate_pre+up")
     assert recomputed_flops(trained, "minimal") == recomputed_flops(trained, "gate_pre+up") + 2 * 64 * 128
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
+@pytest.mark.parametrize(
+    "gate",
+    [Gate("squared_relu", gated=False), Gate("swish", 1.702, gate_max=7.0, up_offset=1.0)],
+    ids=["relu2", "swish"],
+)
+def test_gates_and_biases_keep_what_is_said(gate: Gate, precision: str) -> None:
+    """Biases are parameters; without a gate there is up alone, kept whole or not at all."""
+    hidden, inner, experts, top_k, rows = 64, 200, 2, 2, 256
+    halves, dtype = (2 if gate.gated else 1), torch.float32 if precision == "fp32" else torch.bfloat16
+    sizes = ((experts, halves * inner, hidden), (experts, hidden, inner), (experts, halves * inner), (experts, hidden))
+    given = [torch.full(size, 0.01, dtype=dtype, requires_grad=True) for size in sizes]
+    x = torch.randn(rows, hidden, dtype=dtype, requires_grad=True)
+    own, kept = {tensor.untyped_storage().data_ptr() for tensor in given}, dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    shape = SavedBlock(precision, hidden, inner, top_k, experts=experts, gate=gate)
+    routing = torch.arange(top_k).repeat(rows, 1), torch.full((rows, top_k), 0.5)
+    for policy in ("full", "minimal", "recompute", "fp8", "gate_pre", "up"):
+        keep = canonical_keep(policy, precision)
+        kept.clear()
+        options = {"precision": precision, "backend": "torch", "activations": keep, "gate": gate}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            weights = {"transposed": False, "block_size": 128, "biases": (given[2], given[3])}
+            ops.experts(x, *routing, *given[:2], **weights, **options)
+        assert sum(kept.values()) / rows == saved_bytes(shape, keep), policy
+
+
+def test_without_a_gate_up_is_all_that_is_kept_or_made_again() -> None:
+    shape = SavedBlock("bf16", 64, 1024, None, gate=Gate("squared_relu", gated=False))
+    assert saved_bytes(shape, "minimal") == saved_bytes(shape, "up") == saved_bytes(shape, "gate_pre") + 2 * 1024
+    assert recomputed_flops(shape, "minimal") == recomputed_flops(shape, "recompute") - 2 * 64 * 1024 == 4 * 1024

@@ -58,7 +58,8 @@ DENSE = Case("llama", "mxfp8", "trn3", sizes={"hidden_size": 128, "intermediate_
 EXPERTS_MX = Case("mixtral", "mxfp8", "trn3", 128, {"hidden_size": 128, "intermediate_size": 128})
 # The documented tolerance of the bf16 kernels is 2e-2 of the largest value; a loss averages over many of them.
 EXPERTS = Case("mixtral", "bf16", "trn2", 256, {"hidden_size": 512, "intermediate_size": 64}, bound=1e-3)
-CASES = {"dense": DENSE, "experts-mxfp8": EXPERTS_MX, "experts-bf16": EXPERTS}
+DENSE_BF16 = Case("llama", "bf16", "trn2", sizes=DENSE.sizes, bound=1e-3)  # one expert of the same kernels
+CASES = {"dense": DENSE, "experts-mxfp8": EXPERTS_MX, "experts-bf16": EXPERTS, "dense-bf16": DENSE_BF16}
 SOME_SLOW = ["experts-bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "experts-mxfp8"))]
 """All cases, one of them in the fast run: where the others go the same way."""
 

@@ -26,8 +26,8 @@ from hf_neuron_moe.errors import (
 )
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.quantized_blocks import QuantizedSwiGLUMLP
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from tests.flat_backend import flat
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
@@ -58,6 +58,8 @@ def experts(transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def deviation(actual: Tensor, expected: Tensor) -> float:
+    if not actual.numel() and not expected.numel():  # of biases that are not there
+        return 0.0
     return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
@@ -177,23 +179,40 @@ def test_no_tokens_need_no_kernel(machine: Machine) -> None:
 
 def test_what_the_kernels_lack_is_refused_or_said_in_the_report(machine: Machine) -> None:
     machine(target="trn2")
-    options = {"backend": "neuron", "block_size": 256}
+    with refused(NothingToPatchError, "model", "Trn3 only, and this is trn2"):
+        patch_model(tiny_model("llama"), NeuronMoEConfig(precision="mxfp8", backend="neuron"))
+    machine(lnc=1)
+    options = {"backend": "neuron", "precision": "mxfp8"}
     with refused(UnsupportedModelError, "model", "fallback='torch'"):
         patch_model(tiny_model("qwen2_moe").bfloat16(), NeuronMoEConfig(**options))
-    with refused(NothingToPatchError, "model", "Trn3 only, and this is trn2"):
-        patch_model(tiny_model("llama"), NeuronMoEConfig(precision="mxfp8", **options))
     model = tiny_model("qwen2_moe").bfloat16()
     report = patch_model(model, NeuronMoEConfig(fallback="torch", **options))
     kinds = {entry.kind: entry for entry in report.patched}
-    assert kinds["experts"].backend == "neuron" and kinds["experts"].weights == "kernel"
-    assert kinds["mlp"].backend == "torch" and "no bf16 kernel pair" in kinds["mlp"].fallback
-    assert "PyTorch instead of kernels: nkilib documents no bf16" in str(report)
-    assert report.to_dict()["entries"][0]["fallback"] == kinds["experts"].fallback == ""
+    assert kinds["mlp"].backend == "neuron" and kinds["mlp"].weights == "kernel"
+    assert kinds["experts"].backend == "torch" and "LNC is 1" in kinds["experts"].fallback
+    assert "PyTorch instead of kernels: the experts' backward needs" in str(report)
+    assert {entry["fallback"] for entry in report.to_dict()["entries"] if entry["kind"] == "mlp"} == {""}
     ids = torch.randint(3, 60, (1, 8))
     model(input_ids=ids, labels=ids).loss.backward()
     expected = sum(entry.weight_copy_bytes for entry in report.patched)
     assert neuron().prepared_bytes == expected > 0
     assert f"{expected / 2**20:.1f} MiB" in str(report)
+
+
+def test_dense_bf16_blocks_run_as_one_expert(machine: Machine) -> None:
+    double = machine(target="trn2").double
+    model = tiny_model("llama").bfloat16()
+    report = patch_model(model, NeuronMoEConfig(backend="neuron", block_size=1024))
+    (entry, *_) = report.patched
+    assert entry.backend == "neuron" and entry.kernel_sizes == (512, 64) and not entry.fallback
+    assert any("as one expert with affinity 1" in note and "up to 32,768 tokens" in note for note in entry.notes)
+    assert "as one expert with affinity 1" in str(report)
+    ids = torch.randint(3, 60, (1, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert sorted(set(double.names)) == ["blockwise_mm_bwd", "moe_cte"]
+    call = double.calls[0].arguments
+    assert call["block_size"] == 512 and call["gate_up_proj_weight"].shape == (1, 512, 2, 64)
+    assert neuron().prepared_bytes == sum(entry.weight_copy_bytes for entry in report.patched) > 0
 
 
 def test_calls_that_break_a_limit_never_reach_a_kernel(machine: Machine) -> None:

@@ -14,7 +14,7 @@ from hf_neuron_moe.backends.neuron.adapter import Match
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, unsupported_reason
-from hf_neuron_moe.backends.neuron.orientation import pad_axes
+from hf_neuron_moe.backends.neuron.orientation import pad_axes, split_axes
 from hf_neuron_moe.backends.neuron.static_plan import block_count, route, routing_gradient
 from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
@@ -122,7 +122,9 @@ def test_sizes_are_padded_to_what_the_kernels_take() -> None:
         (MX, TRN3, Installed(), None),
         (MLP, TRN2, Installed(), "Trn3 only, and this is trn2"),
         (MX, TRN2, Installed(), "Trn3 only, and this is trn2"),
-        (replace(MLP, precision="bf16"), TRN3, Installed(), "no bf16 kernel pair for dense MLPs"),
+        (replace(MLP, precision="bf16", hidden=512), TRN2, Installed(), None),
+        (replace(MLP, precision="bf16"), TRN3, Installed(), "for Trn2 only, and this is trn3; precision='mxfp8' has"),
+        (replace(MLP, precision="bf16"), Device("trn2", 1), Installed(), "LNC 2"),
         (replace(MLP, precision="fp32"), TRN3, Installed(), "no Neuron kernel computes in fp32"),
         (replace(BF16, precision="fp32"), TRN2, Installed(), "no Neuron kernel computes in fp32"),
         (BF16, Device("trn2", 1), Installed(), "LNC 2"),
@@ -193,7 +195,9 @@ def test_two_cores_share_whole_blocks_in_mxfp8_only(precision: str, blocks: int)
 
 def test_slots_without_a_token_are_zero_before_they_share_a_scale() -> None:
     """No document says what the MXFP8 forward leaves there, and NaN would spread over its FP8 group."""
-    experts = Experts(torch.empty(2, 8, 4), torch.empty(2, 4, 4), False, Block("experts", "mxfp8", 4, 4, 128))
+    experts = Experts(
+        (torch.empty(2, 8, 4),), torch.empty(2, 4, 4), split_axes(False), Block("experts", "mxfp8", 4, 4, 128)
+    )
     index, weight = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
     kernels = ExpertKernels(None, None, None)  # type: ignore[arg-type] -- nothing is called
     slots = torch.full((2, 2, 4, 128), torch.nan)

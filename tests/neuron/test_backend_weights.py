@@ -34,7 +34,7 @@ def test_orientations_and_padding_are_undone_by_the_gradient(
     own = split_axes(transposed)[0]
     full = {"hidden": hidden + more[0], "inner": inner + more[1]}
     for wanted in ("EH2I", "E2IH", "EI2H"):
-        turned = kernel_weight(weight, own, wanted, **full)
+        turned = kernel_weight(weight, axes=own, wanted=wanted, **full)
         assert turned.is_contiguous() and turned.dtype == torch.bfloat16
         sizes = {"E": experts, "2": 2, "H": full["hidden"], "I": full["inner"]}
         assert tuple(turned.shape) == tuple(sizes[axis] for axis in wanted)
@@ -47,7 +47,7 @@ def test_orientations_and_padding_are_undone_by_the_gradient(
 def test_gate_is_index_zero_of_the_kernels_pair() -> None:
     gate, up = torch.full((2, 3), 1.0), torch.full((2, 3), 2.0)
     stock = torch.cat([gate, up])[None]
-    turned = kernel_weight(stock, "E2IH", "EH2I", 3, 2)
+    turned = kernel_weight(stock, axes="E2IH", wanted="EH2I", hidden=3, inner=2)
     assert turned[0, :, 0].unique().tolist() == [1.0] and turned[0, :, 1].unique().tolist() == [2.0]
 
 

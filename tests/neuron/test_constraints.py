@@ -54,7 +54,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "MXFP8 experts on Trn2": ({"target": "trn2"}, lambda: patch(EXPERTS_MX)),
     "MXFP8 MLP before 2.30": ({"release": (2, 29)}, lambda: patch(DENSE)),
     "MXFP8 experts before their forward": ({"release": (2, 31)}, lambda: patch(EXPERTS_MX)),
-    "bf16 MLP has no kernel": ({"target": "trn2"}, lambda: patch(DENSE, precision="bf16")),
+    "bf16 MLP on Trn3": ({}, lambda: patch(DENSE, precision="bf16")),
+    "bf16 MLP on one core": ({"target": "trn2", "lnc": 1}, lambda: patch(DENSE, precision="bf16")),
     "fp32 has no kernel": ({"target": "trn2"}, lambda: patch(EXPERTS, precision="fp32")),
     "bf16 experts in blocks of 128": ({"target": "trn2"}, lambda: patch(EXPERTS, block_size=128)),
     "blocks of 2048 before 2.32": (
@@ -124,7 +125,7 @@ def test_an_unknown_generation_of_a_kernel_is_refused_and_never_called(machine: 
 
 
 def test_the_torch_path_takes_over_only_where_it_is_allowed_and_the_report_says_so(machine: Start) -> None:
-    double = machine(target="trn2").double
+    double = machine(target="trn3").double
     expected = run(DENSE, "torch", precision="bf16")
     model = DENSE.model()
     report = patch_model(model, {**DENSE.options, "precision": "bf16", "backend": "neuron", "fallback": "torch"})

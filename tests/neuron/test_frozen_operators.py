@@ -63,7 +63,8 @@ def operands(stack: Any, backend: str, *, grad: bool = False, keep: str = "") ->
         routing = (index_TK, weight_TK.requires_grad_(grad))
     tensors = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
     layouts = (stack.gate_up_layout, stack.down_layout)
-    return x_TH, *routing, *tensors, BlockCall(BlockSpec("bf16"), parse_keep(keep), backend, layouts=layouts).encode()
+    call = BlockCall(BlockSpec("bf16"), parse_keep(keep), backend, layouts=layouts).encode()
+    return x_TH, *routing, *tensors, None, None, call
 
 
 def operator_of(name: str) -> Any:
@@ -120,7 +121,7 @@ def test_both_operators_pass_opcheck_where_they_train(family: str, machine: Star
     with torch.no_grad():
         y_TH, *saved = forward(*args)
     plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-    backward_args = (torch.randn_like(y_TH), *plain[:7], *saved, *plain[7:], True, plain[1] is not None)
+    backward_args = (torch.randn_like(y_TH), *plain[:9], *saved, *plain[9:], True, plain[1] is not None)
     result = torch.library.opcheck(
         operator_of("frozen_bwd"), backward_args, test_utils=("test_schema", "test_faketensor")
     )

@@ -21,7 +21,7 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.base import BackwardCall
-from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
 from hf_neuron_moe.modules import ops
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
 from tests.tiny_models import tokens
@@ -42,7 +42,7 @@ def mlp_operands(grad: bool = False) -> tuple[Any, ...]:
     H, inner = DENSE.sizes["hidden_size"], DENSE.sizes["intermediate_size"]
     shapes = ((S, H), (inner, H), (inner, H), (H, inner))
     tensors = [(torch.randn(shape) * 0.2).bfloat16().requires_grad_(grad) for shape in shapes]
-    return *tensors, BlockCall(BlockSpec("mxfp8"), parse_keep("minimal"), "neuron").encode()
+    return *tensors, None, None, None, BlockCall(BlockSpec("mxfp8"), parse_keep("minimal"), "neuron").encode()
 
 
 def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
     down = (torch.randn(experts, H, inner) * 0.2).bfloat16().requires_grad_(grad)
     weights = weights.requires_grad_(grad)
     spec = BlockSpec(case.precision, case.block_size)
-    return x, index, weights, gate_up, down, BlockCall(spec, parse_keep("minimal"), "neuron").encode()
+    return x, index, weights, gate_up, down, None, None, BlockCall(spec, parse_keep("minimal"), "neuron").encode()
 
 
 OPERATORS = {
@@ -114,10 +114,10 @@ def test_backward_operators_pass_opcheck(name: str, machine: Start) -> None:
     y, *saved = registered(f"{kind}_fwd")(*operands)
     dout = torch.randn_like(y)
     if name == "dense":
-        args = (dout, *operands[:4], *saved, *operands[4:], True, True)
+        args = (dout, *operands[:-1], *saved, operands[-1], True, True)
         result = torch.library.opcheck(registered("mlp_bwd"), args, test_utils=("test_schema", "test_faketensor"))
     else:
-        args = (dout, *operands[:5], *saved, *operands[5:], True, True, True)
+        args = (dout, *operands[:-1], *saved, operands[-1], True, True, True)
         result = torch.library.opcheck(registered("moe_bwd"), args, test_utils=("test_schema", "test_faketensor"))
     assert set(result.values()) == {"SUCCESS"}
     assert not double.traced
@@ -133,7 +133,7 @@ def forward_and_backward(name: str, operands: tuple[Any, ...]) -> list[Tensor]:
         given = (tensors[0], FFNWeights(*tensors[1:]))
         y, saved = backend.mlp_forward(*given, call.spec, call.keep)
         return [y, *saved, *backend.mlp_backward(torch.ones_like(y), *given, saved, backward)]
-    routed = (tensors[0], Routing(tensors[1], tensors[2]), (tensors[3], tensors[4]))
+    routed = (tensors[0], Routing(tensors[1], tensors[2]), ExpertWeights(tensors[3], tensors[4]))
     y, saved = backend.experts_forward(*routed, call.spec, call.keep)
     return [y, *saved, *backend.experts_backward(torch.ones_like(y), *routed, saved, backward)]
 

@@ -17,7 +17,7 @@ from hf_neuron_moe.modules import structure
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import set_activations
 from hf_neuron_moe.training import measure_saved_bytes
-from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case
+from tests.neuron.small_runs import CASES, DENSE, DENSE_BF16, EXPERTS, EXPERTS_MX, Case
 from tests.refusals import refused
 from tests.tiny_models import tokens
 
@@ -35,7 +35,14 @@ def block_of(model: Any) -> tuple[str, NeuronBlock]:
 
 @pytest.mark.parametrize(
     ("name", "release"),
-    [("dense", (2, 33)), ("experts-mxfp8", (2, 33)), ("experts-bf16", (2, 33)), ("experts-bf16", (2, 29))],
+    [
+        ("dense", (2, 33)),
+        ("dense-bf16", (2, 33)),
+        ("dense-bf16", (2, 29)),
+        ("experts-mxfp8", (2, 33)),
+        ("experts-bf16", (2, 33)),
+        ("experts-bf16", (2, 29)),
+    ],
 )
 def test_kept_bytes_are_those_that_are_measured(name: str, release: tuple[int, int], machine: Start) -> None:
     case = CASES[name]
@@ -50,6 +57,16 @@ def test_kept_bytes_are_those_that_are_measured(name: str, release: tuple[int, i
                 model(input_ids=tokens(2, length))
             measured = saved.modules[name].bytes_per_token * 2 * length
             assert round(measured) == block.saved_bytes(2 * length), (policy, length)
+
+
+def test_a_dense_block_in_bf16_keeps_whole_blocks_of_512_tokens(machine: Start) -> None:
+    machine(target="trn2")
+    _, report = patched(DENSE_BF16, activations="full")
+    (entry,) = report.patched
+    inner = entry.padded_sizes[1]
+    # Gate and up, and the input of the stock hidden size: 2 bytes each.
+    assert entry.saved_bytes_per_token == 2 * (2 * inner + DENSE_BF16.sizes["hidden_size"])
+    assert entry.saved_bytes_per_call == 0
 
 
 @pytest.mark.parametrize("case", [EXPERTS, EXPERTS_MX], ids=["bf16", "mxfp8"])
@@ -137,8 +154,11 @@ def test_bf16_experts_are_documented_for_trn2_only(machine: Start) -> None:
 
 def test_a_gate_of_pytorch_alone_is_left_to_it(machine: Start, monkeypatch: Any) -> None:
     """A new row of the torch backend says nothing about the kernels: they decline by themselves."""
-    monkeypatch.setitem(gating.GATES, "tanh", gating.Gating(torch.tanh_, torch.ones_like))
-    monkeypatch.setitem(structure.GATES, "tanh", structure.Gate("tanh", lambda found: isinstance(found, torch.nn.Tanh)))
+    tanh = gating.Activation(torch.tanh, lambda x: x.tanh_().square_().neg_().add_(1))
+    monkeypatch.setitem(gating.ACTIVATIONS, "tanh", tanh)
+    monkeypatch.setitem(
+        structure.ACTIVATIONS, "tanh", structure.Recognized("tanh", lambda found: isinstance(found, torch.nn.Tanh))
+    )
     machine(target=EXPERTS.target)
     with refused(NothingToPatchError, "model", "its gate is tanh"):
         patched(EXPERTS, sizes={"hidden_act": "tanh"})

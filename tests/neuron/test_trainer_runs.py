@@ -20,6 +20,7 @@ LORA = {
     "dense": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
     "experts-mxfp8": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     "experts-bf16": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    "dense-bf16": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
 }
 
 

@@ -25,6 +25,7 @@ GRADIENTS = {
     "dense": {"gate_up_proj", "down_proj"},
     "experts-mxfp8": {"gate_up_proj", "down_proj", "routing weights"},
     "experts-bf16": {"gate_up_proj", "down_proj", "routing weights"},
+    "dense-bf16": {"gate_up_proj", "down_proj"},
 }
 
 
@@ -210,8 +211,8 @@ def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.Monke
     machine(target="trn2")
     with refused(ConfigError, "precision", "Trn3 only"):
         verify_device(DENSE.model(), precision="mxfp8")
-    with refused(NothingToPatchError, "model", "no bf16 kernel pair"):
-        verify_device(DENSE.model())
+    with refused(NothingToPatchError, "model", "block_size is 128"):
+        verify_device(EXPERTS.model(), block_size=128)
     with refused(ConfigError, "tokens", got="0"):
         verify_device(DENSE.model(), tokens=0)
 
@@ -324,14 +325,22 @@ def test_a_device_that_does_not_work_is_refused(machine: Start, monkeypatch: pyt
 
 
 def test_blocks_without_kernels_are_listed_beside_those_with(machine: Start) -> None:
-    """The experts have bf16 kernels, the dense shared expert beside them has none."""
+    """The dense shared expert takes any block size, the experts beside it do not take 128."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
     machine(target="trn2")
-    report = verify_device(tiny_model("qwen2_moe", num_hidden_layers=1, **sizes), tokens=16, block_size=256)
+    report = verify_device(tiny_model("qwen2_moe", num_hidden_layers=1, **sizes), tokens=16, block_size=128)
     verdicts = {block.name.rpartition(".")[2]: block for block in report.blocks}
-    assert verdicts["experts"].verdict == "pass" and report.ok
-    assert verdicts["shared_expert"].verdict == "not run"
-    assert "no bf16 kernel pair" in verdicts["shared_expert"].note
+    assert verdicts["shared_expert"].verdict == "pass" and report.ok
+    assert verdicts["experts"].verdict == "not run"
+    assert "block_size is 128" in verdicts["experts"].note
+
+
+def test_dense_blocks_in_bf16_are_held_against_the_device_accumulation(machine: Start) -> None:
+    machine(target="trn2")
+    model = tiny_model("llama", num_hidden_layers=1)
+    report = verify_device(model, tokens=600, accumulation="device")  # two blocks
+    (block,) = report.blocks
+    assert block.kind == "mlp" and block.verdict == "pass"
 
 
 def test_the_simulator_takes_the_same_way(machine: Start) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, NothingToPatchError
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
-from hf_neuron_moe.patching.probe import probe_dense, probe_experts
+from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.experts_form import read_experts
+from hf_neuron_moe.patching.experts_probe import probe_experts
+from hf_neuron_moe.patching.probe import probe_dense
 from tests.refusals import refused
 from tests.tiny_models import assert_same_snapshot, snapshot, tiny_model, tokens
 
@@ -43,11 +45,12 @@ def test_hooks_before_patching_are_refused_and_never_called(family: str, kind: s
 def test_the_probe_calls_no_hooks() -> None:
     calls: list[Any] = []
     dense, experts = tiny_model("llama").model.layers[0].mlp, tiny_model("mixtral").model.layers[0].mlp.experts
+    form = read_experts(experts)
     for module in (dense, experts):
         module.act_fn.register_forward_hook(lambda *args: calls.append(args))
         module.act_fn.compile(backend=lambda graph, inputs: calls.append(graph) or graph)
     roles = DenseRoles(("gate_proj", "up_proj"), "down_proj", "act_fn")
-    assert (probe_dense(dense, roles), probe_experts(experts)) == (None, None)
+    assert (probe_dense(dense, roles), probe_experts(experts, form)) == (None, None)
     assert calls == []
 
 

@@ -48,6 +48,11 @@ def test_experts_in_a_list_are_named_as_computed_one_by_one() -> None:
             assert found.startswith(note)
     assert noted["mlp"] == ()
     assert f"Note on layers.0.experts.0 and 5 more: {note}" in str(report)
+    rows = [row for row in str(report).splitlines() if " LlamaMLP " in row]
+    lists = ("layers.0.experts", "layers.1.experts")
+    expected = [f"{each}.* (3 experts, computed one by one)  mlp " for each in lists]
+    assert len(rows) == 3 and all(row.startswith(start) for row, start in zip(rows, expected))
+    assert [entry.one_by_one for entry in report.entries] == [lists[0]] * 3 + [lists[1]] * 3 + [""]
     x = torch.randn(7, 32)
     torch.testing.assert_close(model["layers"][0](x), stock["layers"][0](x), rtol=1e-5, atol=1e-6)
     assert patch_model(model, {"precision": "fp32"}) is report

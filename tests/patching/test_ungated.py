@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
@@ -33,13 +34,40 @@ def test_a_vision_language_model_is_patched_by_default(vision: Any) -> None:
         (False, "it has no gate: two projections in a row")
     }
     assert len(report.refused) >= 2 and not report.to_dict()["entries"][0]["gated"]
+    assert f"Not gated MLPs, left stock: {len(report.refused)} x {report.refused[0].class_name}." in str(report)
+    assert "no gate" not in str(report) and "Refused blocks" not in str(report)
     assert patch_model(model) is report
     unpatch_model(model)
 
 
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8}
+SIGLIP = {**VISION, "image_size": 28, "patch_size": 14}
+QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+MULTIMODAL: dict[str, tuple[dict[str, Any], int, int]] = {
+    "Gemma3": (SIGLIP, 2, 3),
+    "Qwen3VL": ({**QWEN, "deepstack_visual_indexes": [0]}, 2, 2),
+    "Idefics3": (SIGLIP, 2, 2),
+    "Glm4v": (QWEN, 5, 0),
+}
+"""Configuration of the vision tower, and how many blocks are patched and have no gate; at least, of the latter."""
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_the_default_call_patches_all_gated_blocks(family: str) -> None:
+    vision, patched, ungated = MULTIMODAL[family]
+    text = {**TEXT, "model_type": "llama", "pad_token_id": 0} if family == "Idefics3" else TEXT
+    with torch.device("meta"):
+        config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision)
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    report = patch_model(model)
+    assert len(report.patched) == patched
+    assert len(report.refused) >= ungated and not any(entry.gated for entry in report.refused)
+
+
 def test_a_gated_block_that_cannot_be_patched_still_counts_and_is_named_alone() -> None:
     model = llava()
-    model.model.language_model.layers[1].mlp.act_fn = nn.GELU()
+    model.model.language_model.layers[1].mlp.act_fn = nn.Mish()
     with refused(UnsupportedModelError, "model", r"got 1 that cannot:\n  model\.language_model\.layers\.1") as caught:
         patch_model(model)
     assert "no gate" not in str(caught.value)
@@ -62,8 +90,25 @@ class OneMLP(nn.Module):
             self.add_module(f"layer{number}", nn.Linear(columns, rows, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What it computes is not read where it has no gate."""
-        raise NotImplementedError
+        """The product of two branches; which layers are in them is up to the shapes."""
+        return self.layer1(self.layer0(x) * x)
+
+
+class NoProductMLP(OneMLP):
+    """Three projections in a row, scaled by a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x) * 0.5 * self.training
+        return x
+
+
+def test_three_projections_in_a_row_have_no_gate() -> None:
+    model = tiny_model("llama")
+    model.extra = NoProductMLP((24, 16), (24, 24), (16, 24))
+    (entry,) = patch_model(model).refused
+    assert (entry.name, entry.gated) == ("extra", False)
+    assert entry.reason == "it has no gate: its forward multiplies no two branches"
 
 
 @pytest.mark.parametrize(
@@ -93,4 +138,4 @@ def test_experts_without_a_gate_do_not_count_either() -> None:
     model = tiny_model("mixtral")
     model.model.layers[1].mlp.experts.has_gate = False
     (entry,) = patch_model(model).refused
-    assert (entry.gated, entry.reason) == (False, "it has no gate projection (has_gate=False)")
+    assert (entry.gated, entry.reason[:28]) == (False, "it has no 3-D parameters up_")

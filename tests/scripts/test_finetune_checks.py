@@ -168,8 +168,9 @@ def test_neuron_files_can_be_rehearsed_with_the_tiny_models(file: Path, models: 
 
 
 REFUSED = [
-    ("llama", "bf16", TRN2, {}, r"2 x mlp \(64, 96\) \(bf16\): nkilib documents no bf16 kernel pair for dense MLPs"),
-    ("llama", "bf16", TRN3, {}, "no bf16 kernel pair for dense MLPs"),
+    ("llama", "bf16", TRN3, {}, r"2 x mlp \(64, 96\) \(bf16\): the documents give the bf16 kernels of experts, which"),
+    ("llama", "bf16", Device("trn2", 1), {}, "LNC 2"),
+    ("llama", "bf16", TRN2, {"per_device_train_batch_size": 65}, "at most 32,768 tokens per call"),
     ("llama", "mxfp8", TRN2, {}, "the MXFP8 kernels run on Trn3 only, and this is trn2"),
     ("mixtral", "mxfp8", TRN2, {}, "the MXFP8 kernels run on Trn3 only"),
     ("mixtral", "fp32", TRN3, {}, "no Neuron kernel computes in fp32"),
@@ -206,7 +207,8 @@ def test_a_precision_without_kernels_on_the_chip_is_refused_or_falls_back(
         ("llama", "mxfp8", TRN3, {}, "2 x mlp (64, 96): the kernels compute them"),
         ("mixtral", "bf16", TRN2, {"per_device_eval_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
         ("mixtral", "mxfp8", TRN3, {"per_device_train_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
-        ("nowhere/model", "bf16", TRN2, {}, "if it has dense MLPs: the run is refused: nkilib documents no bf16"),
+        ("llama", "bf16", TRN2, {}, "2 x mlp (64, 96): the kernels compute them"),
+        ("nowhere/model", "bf16", TRN2, {}, "if it has dense MLPs: the kernels compute them"),
     ],
 )
 def test_what_the_kernels_compute_is_told(
@@ -219,10 +221,9 @@ def test_what_the_kernels_compute_is_told(
 def test_excluded_blocks_and_those_that_may_stay_stock_do_not_count(models: dict[str, Path]) -> None:
     run = options(models["llama"], neuron_backend="neuron", neuron_exclude="model.layers.*")
     assert check_kernels(run, TRN2, DocumentedAdapter()) == []
-    run = options(models["llama"], neuron_backend="neuron", neuron_strict="false")
-    with refused(
-        ConfigError, "neuron_precision, neuron_block_size and the length of batches", "no bf16 kernel pair"
-    ):  # nothing would be left to patch
+    run = options(models["llama"], neuron_backend="neuron", neuron_strict="false", neuron_precision="mxfp8")
+    with refused(ConfigError, "neuron_precision, neuron_block_size and the length of batches", "Trn3 only"):
+        # Nothing would be left to patch.
         check_kernels(run, TRN2, DocumentedAdapter())
 
 

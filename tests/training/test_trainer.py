@@ -105,7 +105,7 @@ def test_gradient_checkpointing_changes_nothing(family: str, home: str, tmp_path
         assert calls == ([False, True] * 2 if reentrant else [True] * 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3"])
 def test_patched_training_follows_stock(family: str, tmp_path: Path) -> None:
     stock = train(tiny_model(family), tmp_path / "stock")
     for home in WEIGHT_LAYOUTS:

@@ -16,7 +16,7 @@ from itertools import groupby
 from types import ModuleType
 from typing import Any
 
-from hf_neuron_moe.backends.neuron.generations import COMPANIONS, FUNCTIONS, SWIZZLE_MODES, Generation
+from hf_neuron_moe.backends.neuron.generations import COMPANIONS, FUNCTIONS, OPTION_RECORDS, SWIZZLE_MODES, Generation
 from hf_neuron_moe.backends.neuron.mxfp8_pair import DIRECT, TRANSPOSED, gate_up_layout
 from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, shown_name
 from hf_neuron_moe.backends.neuron.signatures import keywords, other_default, signature_of
@@ -28,7 +28,7 @@ class Match:
 
     function: str  # nkilib's name of it
     generation: Generation | None  # the argument set that fits
-    parameters: frozenset[str] = frozenset()  # the installed function's arguments
+    parameters: frozenset[str] = frozenset()  # the installed function's arguments, and the fields of its record
     reason: str = ""  # why no generation fits
     layout: str = TRANSPOSED  # of the checkpoint of gate and up, of the MXFP8 experts' kernels
 
@@ -48,12 +48,13 @@ def match(need: str) -> Match:
         unfit = []
         for generation in known if reason is None else ():
             mismatch, layout = next(_mismatches(generation, parameters), None), TRANSPOSED
+            records = [find_object(kind) for kind, _ in generation.records if kind in OPTION_RECORDS]
             if mismatch is None and generation.checkpoint:
-                records = [find_object(kind) for kind, _ in generation.records if kind.endswith("Config")]
                 defaults = {key: found.default for key, found in parameters.items()}
                 layout, mismatch = gate_up_layout(defaults, records[0] if records else None)
             if mismatch is None:
-                return Match(own, generation, frozenset(parameters), layout=layout)
+                taken = frozenset(parameters).union(*(keywords(kind) or () for kind in records))
+                return Match(own, generation, taken, layout=layout)
             unfit.append(f"not {generation.name}'s: {mismatch}")
         reasons.append(reason or f"the installed {own} has unknown arguments ({'; '.join(unfit)})")
     return Match(name, None, reason="; ".join(reasons))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep
-from hf_neuron_moe.backends.base import Backend, BackwardCall, Grads, Saved
+from hf_neuron_moe.backends.base import Backend, BackwardCall, ExpertsGrads, MLPGrads, Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron import limits, versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
@@ -35,11 +35,11 @@ SIMULATOR = "nki-sim"
 class NeuronBackend(Backend):
     """Implements :class:`~hf_neuron_moe.backends.base.Backend` with the installed nkilib.
 
-    What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints are
-    ``[S, I]`` padded to multiples of 128, all columns of up; experts keep gate and up in the kernels' blocks
-    ``[N, 2, I, B]``, and only together: their kernels have no other checkpoint, so a policy that keeps one of the two
-    keeps none. ``"fp8"`` rounds what the kernels wrote and read; experts then have no FP8 rounding of the gate's
-    activation, which COAT has.
+    What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints in MXFP8 are
+    ``[S, I]`` padded to multiples of 128, all columns of up; experts, and dense MLPs in bf16 as one expert, keep gate
+    and up in the kernels' blocks ``[N, 2, I, B]``, and only together: their kernels have no other checkpoint, so a
+    policy that keeps one of the two keeps none. ``"fp8"`` rounds what the kernels wrote and read; experts then have no
+    FP8 rounding of the gate's activation, which COAT has. A value on a clamp limit stays on it.
     """
 
     traceable = True
@@ -106,13 +106,12 @@ class NeuronBackend(Backend):
         reason = limits.unsupported_reason(block, self.device, self.adapter) or unsupported_reason_tokens(
             most, tokens or 0
         )
-        if spec.gate != "silu":
-            reason = f"its gate is {spec.gate}, the kernels are called with SiLU"
         if reason is not None or tokens is not None:
             return Support(reason, most)
-        copies = weight_copy_bytes(self.adapter, block, shape.experts, shape.ordered, shape.dtype)
+        stored = (shape.experts, shape.ordered, shape.dtype, spec.interleaved)
+        copies = weight_copy_bytes(self.adapter, block, *stored)
         open_points = (BF16_OPEN,) if block.precision == "bf16" else ()
-        return Support(None, most, copies, open_points, block.padded)
+        return Support(None, most, copies, (*open_points, *block.notes), block.padded)
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         most = limits.BF16_TOKENS if stack.gate_up_codes.dim() > 2 else None
@@ -121,26 +120,32 @@ class NeuronBackend(Backend):
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         block = Block.of(shape, spec)
-        if shape.experts is None or shape.top_k is None:
-            return fake_saved(x, x.shape[0] * (shape.top_k or 1), block, keep)
-        return self._experts.fake_saved(x, shape.top_k, shape.experts, block, keep)
+        if block.blockwise:
+            return self._experts.fake_saved(x, shape.top_k or 1, shape.experts or 1, block, keep)
+        return fake_saved(x, x.shape[0], block, keep)
 
     def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
         return self._torch.quantized_fake_saved(x, rows, inner, keep)
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
-        block = self._checked(Block("mlp", spec.precision, *weights.down_HI.shape), x_SH)
-        return self._dense.forward(x_SH, weights, block, keep)
+        block = self._checked_dense(weights, spec, x_SH)
+        if not block.blockwise:
+            return self._dense.forward(x_SH, weights, block, keep)
+        return self._experts.forward(x_SH, only_expert(x_SH), Experts.of_dense(weights, block), keep)
 
     def mlp_backward(
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
-        block, wants = self._checked(Block("mlp", call.spec.precision, *weights.down_HI.shape), dout_SH), call.wants
-        if dout_SH.shape[0]:
-            grads = self._dense.backward(dout_SH, x_SH, weights, saved, block, call.keep)
+    ) -> MLPGrads:
+        block, wants = self._checked_dense(weights, call.spec, dout_SH), call.wants
+        if not dout_SH.shape[0]:
+            grads: Sequence[Tensor | None] = _zeros(dout_SH, *weights)
+        elif block.blockwise:
+            experts = Experts.of_dense(weights, block)
+            found = self._experts.backward(dout_SH, x_SH, only_expert(dout_SH), experts, saved, call.keep)
+            grads = (found.x, *found.gate_up, found.down, *found.gate_up_bias, found.down_bias)
         else:
-            grads = _zeros(dout_SH, *weights)
-        return _only((wants.input, wants.weights, wants.weights, wants.weights), grads, dout_SH)
+            grads = self._dense.backward(dout_SH, x_SH, weights, saved, block, call.keep)
+        return cast(MLPGrads, _only((wants.input, *[wants.weights] * 6), grads, dout_SH))
 
     def experts_forward(
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
@@ -149,13 +154,20 @@ class NeuronBackend(Backend):
 
     def experts_backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
+    ) -> ExpertsGrads:
         experts, wants = self._checked_experts(weights, call.spec, dout_TH), call.wants
         if dout_TH.shape[0]:
-            grads = self._experts.backward(dout_TH, x_TH, routing, experts, saved, call.keep)
+            found = self._experts.backward(dout_TH, x_TH, routing, experts, saved, call.keep)
+            grads: Sequence[Tensor | None] = (
+                *found[:2],
+                *found.gate_up,
+                found.down,
+                *found.gate_up_bias,
+                found.down_bias,
+            )
         else:
             grads = _zeros(dout_TH, routing.weight_TK, *weights)
-        return _only((wants.input, wants.routing, wants.weights, wants.weights), grads, dout_TH)
+        return cast(ExpertsGrads, _only((wants.input, wants.routing, *[wants.weights] * 4), grads, dout_TH))
 
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
@@ -176,18 +188,31 @@ class NeuronBackend(Backend):
         limits.check_call(block, rows.shape[0], str(rows.dtype), self.device, self.adapter)
         return block
 
+    def _checked_dense(self, weights: FFNWeights, spec: BlockSpec, rows: Tensor) -> Block:
+        biased = any(bias is not None for bias in weights[3:5]), weights.down_bias_H is not None
+        hidden, inner = weights.down_HI.shape
+        return self._checked(Block.of(BlockShape("mlp", hidden, inner, biased=biased), spec), rows)
+
     def _checked_experts(self, weights: ExpertWeights, spec: BlockSpec, rows: Tensor) -> Experts:
-        gate_up, down = weights
+        down, biased = weights.down, (weights.gate_up_bias is not None, weights.down_bias is not None)
         inner, hidden = down.shape[1:] if spec.transposed else down.shape[:0:-1]
-        block = Block("experts", spec.precision, hidden, inner, spec.block_size)
-        return Experts(gate_up, down, spec.transposed, self._checked(block, rows))
+        block = Block.of(BlockShape("experts", hidden, inner, biased=biased), spec)
+        return Experts.of(weights, spec, self._checked(block, rows))
 
 
-def weight_copy_bytes(adapter: Adapter, block: Block, experts: int | None, ordered: bool, dtype: torch.dtype) -> int:
+def weight_copy_bytes(
+    adapter: Adapter,
+    block: Block,
+    experts: int | None,
+    ordered: bool,
+    dtype: torch.dtype,
+    interleaved: bool = False,
+) -> int:
     """Return the bytes of the weight copies that the kernels' forward and backward of `block` need; runs nothing.
 
     `adapter` decides which generation's kernels read them; `experts` is E, None for a dense MLP. The parameters have
     `dtype`, and are `ordered` where gate and up are one tensor (dense), or weights ``[E, H, 2I]`` and ``[E, I, H]``.
+    With `interleaved` gate and up alternate in the experts' weights.
     """
     counted, H, I = CountedWeights(), block.hidden, block.inner  # noqa: E741
     no_launcher: Any = None
@@ -195,13 +220,19 @@ def weight_copy_bytes(adapter: Adapter, block: Block, experts: int | None, order
     def weight(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    if experts is None:
-        gate, up = weight(2 * I, H).chunk(2) if ordered else (weight(I, H), weight(I, H))
-        DenseKernels(adapter, no_launcher, counted).prepare(FFNWeights(gate, up, weight(H, I)), block)
-    else:
-        gate_up, down = ((H, 2 * I), (I, H)) if ordered else ((2 * I, H), (H, I))
-        stack = Experts(weight(experts, *gate_up), weight(experts, *down), ordered, block)
+    if experts is not None:
+        joint = 2 * I if block.gate.gated else I
+        gate_up, down = ((H, joint), (I, H)) if ordered else ((joint, H), (H, I))
+        spec = BlockSpec(block.precision, transposed=ordered, gate=block.gate, interleaved=interleaved)
+        stack = Experts.of(ExpertWeights(weight(experts, *gate_up), weight(experts, *down)), spec, block)
         ExpertKernels(adapter, no_launcher, counted).prepare(stack)
+        return counted.nbytes
+    gate, up = weight(2 * I, H).chunk(2) if ordered else (weight(I, H), weight(I, H))
+    weights = FFNWeights(gate, up, weight(H, I))
+    if block.blockwise:
+        ExpertKernels(adapter, no_launcher, counted).prepare(Experts.of_dense(weights, block))
+    else:
+        DenseKernels(adapter, no_launcher, counted).prepare(weights, block)
     return counted.nbytes
 
 
@@ -215,16 +246,23 @@ def _machine() -> tuple[Any, ...]:
     return *modules, versions.platform(), versions.lnc()
 
 
-def _zeros(*like: Tensor) -> Grads:
-    """Gradients of a call without tokens."""
-    one, two, three, four = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in like)
-    return one, two, three, four
+def only_expert(rows: Tensor) -> Routing:
+    """Return the routing of a dense MLP: every row to expert 0 with weight 1."""
+    index = torch.zeros((rows.shape[0], 1), dtype=torch.int64, device=rows.device)
+    return Routing(index, torch.ones_like(index, dtype=torch.float32))
 
 
-def _only(wanted: Sequence[bool], grads: Grads, dout: Tensor) -> Grads:
-    """Return the gradients that are wanted, and empty tensors for others."""
-    one, two, three, four = (grad if want else dout.new_empty(0) for grad, want in zip(grads, wanted))
-    return one, two, three, four
+def _zeros(*like: Tensor | None) -> list[Tensor | None]:
+    """Gradients of a call without tokens; None for what is not there."""
+    return [None if t is None else torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in like]
+
+
+def _only(wanted: Sequence[bool], grads: Sequence[Tensor | None], dout: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients that are wanted, and empty tensors for others; `grads` may end before them."""
+    given = (*grads, *[None] * (len(wanted) - len(grads)))
+    return tuple(
+        dout.new_empty(0) if grad is None or not want else grad for grad, want in zip(given, wanted, strict=True)
+    )
 
 
 def _no_quantized_kernel(reason: str) -> BackendUnavailableError:

@@ -51,7 +51,7 @@ class DenseKernels(Kernels):
         hidden, inner = block.padded
         fuse = partial(fused_for_kernel, hidden=hidden, inner=inner)
         gate_up_2IH = self.weights.get(f"2IH {hidden}x{inner}", fuse, weights.gate_IH, weights.up_IH, keep=training)
-        return gate_up_2IH, self.weight(weights.down_HI, "HI", "HI", block, training=training)
+        return gate_up_2IH, self.weight(weights.down_HI, axes="HI", wanted="HI", block=block, training=training)
 
     @property
     def _reads_transposes(self) -> bool:
@@ -60,9 +60,9 @@ class DenseKernels(Kernels):
     def _transposes(self, weights: FFNWeights, block: Block) -> dict[str, Tensor]:
         """The copies that 2.30 reads: gate and up ``[H, I]``, down ``[I, H]``."""
         return {
-            "gate_proj_weight_T": self.weight(weights.gate_IH, "IH", "HI", block),
-            "up_proj_weight_T": self.weight(weights.up_IH, "IH", "HI", block),
-            "down_proj_weight_T": self.weight(weights.down_HI, "HI", "IH", block),
+            "gate_proj_weight_T": self.weight(weights.gate_IH, axes="IH", wanted="HI", block=block),
+            "up_proj_weight_T": self.weight(weights.up_IH, axes="IH", wanted="HI", block=block),
+            "down_proj_weight_T": self.weight(weights.down_HI, axes="HI", wanted="IH", block=block),
         }
 
     def forward(self, x_SH: Tensor, weights: FFNWeights, block: Block, keep: Keep) -> tuple[Tensor, Saved]:
@@ -120,7 +120,7 @@ class DenseKernels(Kernels):
             **further,
         )
         # Never views of the kernel's one output: results of an operator must not share memory.
-        found = zip((*(half.clone() for half in d_gate_up.split(inner)), d_down), ("IH", "IH", "HI"), weights)
+        found = zip((*(half.clone() for half in d_gate_up.split(inner)), d_down), ("IH", "IH", "HI"), weights[:3])
         d_gate, d_up, d_down = (
             stock_gradient(grad, axes, axes, block.hidden, block.inner, weight.dtype) for grad, axes, weight in found
         )

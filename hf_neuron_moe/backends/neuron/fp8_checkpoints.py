@@ -16,6 +16,11 @@ from hf_neuron_moe.backends.torch.saved import GROUP
 from hf_neuron_moe.formats.constants import E4M3FN
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
 
+Limits = tuple[tuple[float | None, float | None], tuple[float | None, float | None]]
+"""Upper and lower limit of gate, then of up; None is absent."""
+
+_AT_UPPER, _AT_LOWER = 0x7F, 0xFF
+
 
 def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return uint8 codes ``[..., C]`` and bf16 scales ``[..., G]`` of a bf16 tensor, groups along the last axis."""
@@ -28,6 +33,35 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
 def unpack(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the bf16 values of what :func:`pack` made."""
     return _values(codes, scales).to(torch.bfloat16)
+
+
+def pack_clamped(rows_N2IB: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Return :func:`pack` of gate and up, with a code of its own for each value on a limit.
+
+    An unclamped value next to a limit would decode to it or beyond, and lose its gradient. No other value has the two
+    codes: they are e4m3fn's NaN.
+    """
+    codes, scales = pack(rows_N2IB)
+    upper, lower = _bounds(rows_N2IB, limits)
+    return codes.masked_fill(rows_N2IB >= upper, _AT_UPPER).masked_fill(rows_N2IB <= lower, _AT_LOWER), scales
+
+
+def unpack_clamped(codes_N2IB: Tensor, scales: Tensor, limits: Limits) -> Tensor:
+    """Return the bf16 values of what :func:`pack_clamped` made: on a limit, or strictly inside. NaN groups stay NaN."""
+    upper, lower = _bounds(scales, limits)
+    inside = unpack(codes_N2IB, scales).clamp(torch.nextafter(lower, upper), torch.nextafter(upper, lower))
+    nothing = unpack(torch.zeros_like(codes_N2IB), scales)  # 0, and NaN in a group with NaN
+    at_lower = torch.where(codes_N2IB == _AT_LOWER, lower + nothing, inside)
+    return torch.where(codes_N2IB == _AT_UPPER, upper + nothing, at_lower)
+
+
+def _bounds(anchor: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Upper and lower limits ``[2, 1, 1]`` of gate and up in bf16, infinite where there are none."""
+    (gate_high, gate_low), (up_high, up_low) = limits
+    high = [torch.inf if limit is None else limit for limit in (gate_high, up_high)]
+    low = [-torch.inf if limit is None else limit for limit in (gate_low, up_low)]
+    upper, lower = (torch.tensor(each, dtype=torch.bfloat16, device=anchor.device) for each in (high, low))
+    return upper.view(2, 1, 1), lower.view(2, 1, 1)
 
 
 def coat_checkpoints(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:

@@ -23,6 +23,9 @@ _SWIZZLED = "output_grad down_weight d_gate_up gate_up_weight d_gate_up_t hidden
 SWIZZLE_MODES = tuple(f"{operand}_swizzle_mode" for operand in (*_SWIZZLED.split(), "scaled_intermediate_t"))
 """Options of the backward: only the mode DGT knows several experts, and the default may be another one."""
 
+OPTION_RECORDS = ("MXFP8MOEFwdConfig", "MXFP8MOEBwdConfig")
+"""Records in whose fields a kernel takes its options."""
+
 COMPANIONS = {"gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"), "_swizzle_mode": ("SwizzleMode", "DGT")}
 """By the end of a record's field: an enum and the member that the field must be set to."""
 

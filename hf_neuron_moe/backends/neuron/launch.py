@@ -73,8 +73,8 @@ class Kernels:
             return answer(need, arguments)
         return self.launch(self.adapter.kernel(need, name), **arguments)
 
-    def weight(self, source: Tensor, axes: str, wanted: str, block: Block, *, training: bool = True) -> Tensor:
-        """Return `source`, which has `axes`, as kernels read it; while `training` a copy stays for the next call."""
+    def weight(self, *parts: Tensor, axes: str, wanted: str, block: Block, training: bool = True) -> Tensor:
+        """Return `parts`, which have `axes`, as kernels read them; while `training` a copy stays for the next call."""
         hidden, inner = block.padded
         turn = partial(kernel_weight, axes=axes, wanted=wanted, hidden=hidden, inner=inner)
-        return self.weights.get(f"{wanted} of {axes} {hidden}x{inner}", turn, source, keep=training)
+        return self.weights.get(f"{wanted} of {axes} {hidden}x{inner}", turn, *parts, keep=training)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.gates import gate_notes, unsupported_reason_gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, public
 from hf_neuron_moe.formats.padding import LANES
@@ -26,7 +28,16 @@ _NEEDS = {
     ("mlp", "mxfp8"): ("mlp_forward", "mlp_backward"),
     ("experts", "mxfp8"): ("moe_forward_mxfp8", "moe_backward_mxfp8"),
     ("experts", "bf16"): ("moe_forward", "moe_backward"),
+    ("mlp", "bf16"): ("moe_forward", "moe_backward"),
 }
+ONE_EXPERT_BLOCK = 512  # block size of dense MLPs in bf16
+ONE_EXPERT = (
+    "computed by the bf16 kernels of experts as one expert with affinity 1, because no dense bf16 pair is documented; "
+    f"a call takes up to {BF16_TOKENS:,} tokens, in blocks of {ONE_EXPERT_BLOCK}, after each of which weight gradients "
+    f"are added in bf16; AWS documents 8 to 64 experts, intermediate sizes of 2,048 to 16,384, and tests one expert in "
+    "the backward alone"
+)
+"""About dense MLPs in bf16."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +64,30 @@ class Block:
     hidden: int  # H
     inner: int  # I
     block_size: int = 512  # B, read for experts only
+    gate: Gate = SWIGLU
+    biased: tuple[bool, bool] = (False, False)  # whether gate or up, and whether down has a bias
 
     @classmethod
     def of(cls, shape: BlockShape, spec: BlockSpec) -> Block:
         """Return the block of an operator."""
-        return cls(shape.kind, spec.precision, shape.hidden, shape.inner, spec.block_size)
+        size = spec.block_size if shape.kind == "experts" else ONE_EXPERT_BLOCK
+        return cls(shape.kind, spec.precision, shape.hidden, shape.inner, size, spec.gate, shape.biased)
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The adapter's names of the kernels: forward, backward; empty where none are documented."""
         return _NEEDS.get((self.kind, self.precision), ())
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether the kernels of experts compute it: experts, and a dense MLP in bf16 as one expert."""
+        return self.kind == "experts" or self.precision == "bf16"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report says of how the kernels compute this block, besides what holds for all in its precision."""
+        dense = (ONE_EXPERT,) if self.blockwise and self.kind == "mlp" else ()
+        return (*dense, *gate_notes(self.gate))
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -73,20 +98,20 @@ class Block:
 
 def unsupported_reason(block: Block, device: Device, adapter: Adapter) -> str | None:
     """Return why the installed kernels cannot compute `block` forward and backward on `device`, or None."""
-    bf16, experts = block.precision == "bf16", block.kind == "experts"
-    if block.precision == "fp32":
-        return "no Neuron kernel computes in fp32"
+    bf16 = block.precision == "bf16"
     if not block.needs:
-        return "nkilib documents no bf16 kernel pair for dense MLPs; precision='mxfp8' has one on Trn3"
+        return "no Neuron kernel computes in fp32"
     if not bf16 and device.platform != "trn3":
         return f"{ON_TRN3}, and this is {device.platform}"
     if bf16 and device.platform != "trn2" and not device.assumed:
-        only = "the documents give the bf16 kernels of experts for Trn2 only"
+        only = "the documents give the bf16 kernels of experts, which also compute dense MLPs, for Trn2 only"
         return f"{only}, and this is {device.platform}; precision='mxfp8' has a kernel pair there"
-    if experts and device.lnc != 2:
+    if block.blockwise and device.lnc != 2:
         return "the experts' backward needs two physical cores per logical core (LNC 2), and LNC is 1"
     reason = adapter.unsupported_reason(*block.needs)
-    if reason is not None or not experts:
+    if reason is None:
+        reason = unsupported_reason_gate(block.gate, block.biased, block.kind, block.precision, block.needs, adapter)
+    if reason is not None or not block.blockwise:
         return reason
     sizes, (low, high) = block_sizes(block, adapter), BF16_HIDDEN
     if block.block_size not in sizes:
@@ -130,7 +155,7 @@ def check_length(most: int | None, tokens: int, condition: str = "") -> None:
 
 def most_tokens(block: Block) -> int | None:
     """Return the largest number of tokens of one call that the kernels of `block` take; None if there is no limit."""
-    if block.kind != "experts":
+    if not block.blockwise:
         return None
     return BF16_TOKENS if block.precision == "bf16" else MAX_TOKENS
 

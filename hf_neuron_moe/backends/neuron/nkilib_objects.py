@@ -20,6 +20,7 @@ _MLP = f"{_EXPERIMENTAL}.mlp_mxfp8"
 _MOE_CTE = (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte")
 _MXFP8 = f"{_EXPERIMENTAL}.moe_mxfp8"
 _BACKWARD = (f"{_EXPERIMENTAL}.moe.bwd.moe_bwd_parameters", f"{_EXPERIMENTAL}.moe.bwd", _MXFP8)
+_PARAMETERS = ("AffinityOption", "ShardOption", "BackwardSkipMode", "BackwardActFnType", "ClampLimits")
 _DESCRIPTORS = (f"{_EXPERIMENTAL}.mxfp_utils.mxfp8_utils.common_dataclasses",)
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -28,9 +29,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("moe_cte", "MoECTESpec", "MoECTEImplementation", "ShardOnIConfig"), _MOE_CTE),
     "bwmm_shard_on_block_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_block_mx", *_MOE_CTE),
     "blockwise_mm_shard_intermediate_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_I_mx", *_MOE_CTE),
-    "ExpertAffinityScaleMode": (f"{_CORE}.utils.common_types",),
+    **dict.fromkeys(("ExpertAffinityScaleMode", "ActFnType"), (f"{_CORE}.utils.common_types",)),
     "blockwise_mm_bwd": (f"{_EXPERIMENTAL}.moe.bwd.blockwise_mm_backward", f"{_EXPERIMENTAL}.moe.bwd"),
-    **dict.fromkeys(("AffinityOption", "ShardOption", "BackwardSkipMode"), _BACKWARD),
+    **dict.fromkeys(_PARAMETERS, _BACKWARD),
     "blockwise_mm_fwd_mxfp8": (f"{_MXFP8}.fwd.blockwise_mm_forward_mxfp8", _MXFP8),
     "blockwise_mm_bwd_mxfp8": (f"{_MXFP8}.bwd.blockwise_mm_backward_mxfp8", _MXFP8),
     "MXFP8MOEFwdConfig": (f"{_MXFP8}.fwd.config", f"{_MXFP8}.fwd.moe_fwd_mxfp8_config", _MXFP8),
@@ -42,8 +43,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 
 def shown_name(name: str) -> str:
-    """Return nkilib's own name of an object in :data:`MODULES`; it has two records ``SkipMode``."""
-    return "SkipMode" if name == "BackwardSkipMode" else name
+    """Return nkilib's own name of an object in :data:`MODULES`; those of the backward have the forward's names."""
+    return name.removeprefix("Backward")
 
 
 def find_object(name: str) -> Any | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.launch import Kernels
@@ -111,6 +112,8 @@ def unsupported_reason_quantized(
         return NO_BACKWARD
     if device.platform != "trn3":
         return f"{ON_TRN3}, and this is {device.platform}"
+    if stack.gate != SWIGLU or stack.gate_up_bias is not None or stack.down_bias is not None:
+        return f"no kernel call for MX codes has biases or another gate than silu, and this gate is {stack.gate.title}"
     reason = (
         _unsupported_reason_words(stack, device) if stack.gate_up_codes.dim() > 2 else _unsupported_reason_codes(stack)
     )

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, kept_up_columns
-from hf_neuron_moe.backends.base import BackwardCall, Saved
+from hf_neuron_moe.backends.base import BackwardCall, ExpertsGrads, MLPGrads, Saved
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch import generation
+from hf_neuron_moe.backends.torch.biases import BiasGrads, add_down_bias, routed_bias_grad
 from hf_neuron_moe.backends.torch.compute import describe_products
 from hf_neuron_moe.backends.torch.cpu import decode
 from hf_neuron_moe.backends.torch.experts import (
@@ -27,7 +30,7 @@ from hf_neuron_moe.backends.torch.experts import (
     run_experts_forward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.gating import GATES, SILU, Gating
+from hf_neuron_moe.backends.torch.gating import Gating, gating_of
 from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
 from hf_neuron_moe.backends.torch.grouped_forward import grouped_forward
@@ -72,7 +75,8 @@ class TorchBackend:
         return describe_products(precision, device)
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
-        return _storage(x, x.shape[0] * (1 if shape.top_k is None else shape.top_k), shape.inner, keep)
+        rows = x.shape[0] * (1 if shape.top_k is None else shape.top_k)
+        return _storage(x, rows, shape.inner, keep, gated=spec.gate.gated)
 
     def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
         return _storage(x, rows, inner, replace(keep, whole_up=True), with_input=False)[:2]
@@ -80,67 +84,78 @@ class TorchBackend:
     mlp_decode = staticmethod(decode.mlp)
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
+        gating = gating_of(spec.gate)
         if not keep.backward:
-            out = decode.mlp(x_SH, *weights, spec.precision, spec.gate)
+            plain = weights[3:] == _NO_BIAS and spec.gate.reads_up_as_it_is
+            if plain:
+                out = decode.mlp(x_SH, *weights[:3], spec.precision, spec.gate)
+            else:
+                out = decode.network(x_SH, weights, spec.precision, gating)
             if out is None and generation.suits(spec.precision, len(x_SH), weights.gate_IH):
-                out = generation.mlp(x_SH, *weights, gating=GATES[spec.gate])
+                out = generation.mlp(x_SH, weights, gating)
             if out is not None:
                 return out, _nothing(x_SH)
         rows = Rows.of_dense(len(x_SH))
-        loader = make_loader(spec.precision, x_SH.device, rows.count, weights.down_HI.dtype, lone_384=True)
-        return _forward(x_SH, rows, GroupedWeights.of_dense(weights), loader, keep, GATES[spec.gate])
+        grouped = GroupedWeights.of_dense(weights)
+        loader = _loader(spec, x_SH, rows, grouped, lone_384=True)
+        return _forward(x_SH, rows, grouped, loader, keep, gating)
 
     def mlp_backward(
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> MLPGrads:
         spec, keep, wants = call
-        rows = Rows.of_dense(len(dout_SH))
-        loader = make_loader(spec.precision, dout_SH.device, rows.count, weights.down_HI.dtype)
+        rows, grouped, gating = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights), _gating(spec.gate, keep)
+        loader = _loader(spec, dout_SH, rows, grouped)
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
-        grads = FFNWeights(*map(gradient_memory().empty_like, weights)) if wants.weights else None
+        grads = FFNWeights(*map(gradient_memory().empty_like, weights[:3])) if wants.weights else None
+        biases = BiasGrads(grouped, wants, dout_SH)
         dx_SH = _way_back(loader)(
             dout_SH,
             x_SH,
             rows,
-            GroupedWeights.of_dense(weights),
+            grouped,
             loader,
-            _checkpoints(saved, keep, len(weights.gate_IH)),
+            _checkpoints(saved, keep, grouped.inner, gating),
             d_weights=None if grads is None else GroupedWeights.of_dense(grads),
             d_scale_R=None,
+            d_bias_G2I=biases.gate_up_G2I,
             wants_input=wants.input,
             recompute_loader=replace(loader, lone_384=True),
-            gating=_gating(spec, keep),
+            gating=gating,
         ).run()
-        d_gate, d_up, d_down = grads or (None, None, None)
-        return _or_empty(dx_SH, x_SH), _or_empty(d_gate, x_SH), _or_empty(d_up, x_SH), _or_empty(d_down, x_SH)
+        d_gate_bias, d_up_bias = biases.gate_and_up()
+        d_down_bias = biases.down_of_rows(dout_SH)
+        parts = (dx_SH, *(grads or _NO_BIAS)[:3], d_gate_bias, d_up_bias, d_down_bias)
+        return cast(MLPGrads, tuple(_or_empty(part, x_SH) for part in parts))
 
     def experts_forward(
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
     ) -> tuple[Tensor, Saved]:
-        gate_up, down = weights
-        count, gating = routing.index_TK.numel(), GATES[spec.gate]
+        gate_up, down = weights[:2]
+        count, gating = routing.index_TK.numel(), gating_of(spec.gate)
         if not keep.backward and count:
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             spread = count / min(count, gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
-                return decode.experts(x_TH, routing, weights, spec.transposed, gating), _nothing(x_TH)
-        rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(*weights, spec.transposed)
+                return decode.experts(x_TH, routing, weights, spec, gating), _nothing(x_TH)
+        rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(weights, spec)
         if not keep.backward and generation.suits(spec.precision, count, gate_up):
-            return generation.experts(x_TH, rows, stack, gating), _nothing(x_TH)
-        loader = make_loader(spec.precision, x_TH.device, rows_per_run(rows.runs), gate_up.dtype)
-        return _forward(x_TH, rows, stack, loader, keep, gating)
+            out_TH = generation.experts(x_TH, rows, stack, gating)
+            if weights.down_bias is not None:
+                out_TH = add_down_bias(out_TH, weights.down_bias, routing)
+            return out_TH.to(x_TH.dtype), _nothing(x_TH)
+        return _forward(x_TH, rows, stack, _loader(spec, x_TH, rows, stack), keep, gating, routing)
 
     def experts_backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> ExpertsGrads:
         spec, keep, wants = call
-        rows = Rows.of_routing(routing, len(weights[1]), spec.block_size)
-        stack = ExpertStack(*weights, spec.transposed)
-        loader = make_loader(spec.precision, dout_TH.device, rows_per_run(rows.runs), stack.gate_up.dtype)
+        rows, stack = Rows.of_routing(routing, len(weights.down), spec.block_size), ExpertStack(weights, spec)
+        loader, gating = _loader(spec, dout_TH, rows, stack), _gating(spec.gate, keep)
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
-        empty = gradient_memory().empty_like
-        grads = ExpertStack(empty(weights[0]), empty(weights[1]), spec.transposed) if wants.weights else None
+        grads = ExpertWeights(*map(gradient_memory().empty_like, weights[:2])) if wants.weights else None
+        biases = BiasGrads(stack, wants, dout_TH)
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
         dx_TH = _way_back(loader)(
             dout_TH,
@@ -148,22 +163,29 @@ class TorchBackend:
             rows,
             stack,
             loader,
-            _checkpoints(saved, keep, stack.inner),
-            d_weights=grads,
+            _checkpoints(saved, keep, stack.inner, gating),
+            d_weights=None if grads is None else ExpertStack(grads, spec),
             d_scale_R=d_scale_R,
+            d_bias_G2I=biases.gate_up_G2I,
             wants_input=wants.input,
-            gating=_gating(spec, keep),
+            gating=gating,
         ).run()
         d_weight_TK = _routing_grad(d_scale_R, rows, routing.weight_TK)
-        d_gate_up, d_down = (None, None) if grads is None else (grads.gate_up, grads.down)
-        return _or_empty(dx_TH, x_TH), _or_empty(d_weight_TK, x_TH), _or_empty(d_gate_up, x_TH), _or_empty(d_down, x_TH)
+        if d_weight_TK is not None and weights.down_bias is not None:
+            d_weight_TK = d_weight_TK + routed_bias_grad(dout_TH, routing, weights.down_bias).to(d_weight_TK.dtype)
+        d_down_bias = biases.down_of_pairs(dout_TH, routing)
+        parts = (dx_TH, d_weight_TK, *(grads or _NO_BIAS)[:2], biases.gate_up(spec), d_down_bias)
+        return cast(ExpertsGrads, tuple(_or_empty(part, x_TH) for part in parts))
 
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _quantized_rows(x_TH, routing, stack)
         saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep)
-        out_TH = quantized_forward(x_TH, rows, stack, _checkpoints((*saved, *saved), keep, stack.inner))
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating_of(stack.gate))
+        out_TH = quantized_forward(x_TH, rows, stack, checkpoints)
+        if stack.down_bias is not None:
+            out_TH = add_down_bias(out_TH, stack.down_bias.view(-1, stack.hidden), routing)
         return out_TH.to(x_TH.dtype), *saved
 
     def quantized_backward(
@@ -177,7 +199,8 @@ class TorchBackend:
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
         rows = _quantized_rows(dout_TH, routing, stack)
-        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner)  # only gate and up are read
+        gating = _gating(stack.gate, keep)
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating)  # only gate and up are read
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
         dx_TH = quantized_backward(
             dout_TH,
@@ -187,22 +210,40 @@ class TorchBackend:
             checkpoints,
             d_scale_R,
             wants_input=wants.input,
-            gating=FP8Gating() if keep.fp8 else SILU,
+            gating=gating,
         )
         d_weight_TK = None if routing is None else _routing_grad(d_scale_R, rows, routing.weight_TK)
+        if d_weight_TK is not None and routing is not None and stack.down_bias is not None:
+            d_weight_TK = d_weight_TK + routed_bias_grad(dout_TH, routing, stack.down_bias).to(d_weight_TK.dtype)
         return _or_empty(dx_TH, dout_TH), _or_empty(d_weight_TK, dout_TH)
 
 
 _BACKEND = TorchBackend()
+_NO_BIAS = (None, None, None)
+
+
+def _loader(spec: BlockSpec, x_TH: Tensor, rows: Rows, weights: GroupedWeights, *, lone_384: bool = False) -> Loader:
+    """Return a loader for bf16 products of whole layers, or for tiles."""
+    per_run = rows.count if rows.token_R is None else rows_per_run(rows.runs)
+    return make_loader(spec.precision, x_TH.device, per_run, weights.down_GHI.dtype, lone_384=lone_384)
 
 
 def _forward(
-    x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, keep: Keep, gating: Gating
+    x_TH: Tensor,
+    rows: Rows,
+    weights: GroupedWeights,
+    loader: Loader,
+    keep: Keep,
+    gating: Gating,
+    routing: Routing | None = None,
 ) -> tuple[Tensor, Saved]:
     """Compute a block whose forward may have a backward, by bf16 products of whole layers or by tiles."""
-    saved = _storage(x_TH, rows.count, weights.inner, keep)
-    forward = grouped_forward if loader.compute.operand == torch.bfloat16 else run_experts_forward
-    out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner), gating)
+    saved = _storage(x_TH, rows.count, weights.inner, keep, gated=not gating.skip_gate)
+    grouped = loader.compute.operand == torch.bfloat16
+    forward = grouped_forward if grouped else run_experts_forward
+    out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner, gating), gating)
+    if weights.down_bias_GH is not None and not (grouped and routing is None):
+        out_TH = add_down_bias(out_TH, weights.down_bias_GH, routing)
     if keep.fp8:
         FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x_TH.shape[1]), x_TH)
     return out_TH.to(x_TH.dtype), saved
@@ -212,23 +253,29 @@ def _way_back(loader: Loader) -> type[BlockBackward]:
     return GroupedBackward if loader.compute.operand == torch.bfloat16 else BlockBackward
 
 
-def _storage(x: Tensor, rows: int, inner: int, keep: Keep, *, with_input: bool = True) -> Saved:
+def _storage(x: Tensor, rows: int, inner: int, keep: Keep, *, with_input: bool = True, gated: bool = True) -> Saved:
     """Return uninitialized tensors for what the policy keeps of so many rows; the rest is empty."""
     if keep.fp8:
-        codes, scales = fp8_storage(x, (2, rows), inner)
+        codes, scales = fp8_storage(x, (2 if gated else 1, rows), inner)
         return codes, scales, *(fp8_storage(x, (x.shape[0],), x.shape[1]) if with_input else (codes, scales))
+    if not gated:  # up is all that a backward needs
+        return x.new_empty(0), x.new_empty((rows, inner) if "up" in keep.names else 0), x.new_empty(0), x.new_empty(0)
     up = inner if keep.whole_up else kept_up_columns(inner)
     columns = {"gate_pre": inner, "up": up, "gate_act": inner, "intermediate": inner}
     gate, up_, act, inter = (x.new_empty((rows, size) if name in keep.names else 0) for name, size in columns.items())
     return gate, up_, act, inter
 
 
-def _checkpoints(saved: Saved, keep: Keep, inner: int) -> Checkpoints:
+def _checkpoints(saved: Saved, keep: Keep, inner: int, gating: Gating) -> Checkpoints:
     """What is saved as the tiles read and write it; every policy cuts up in the same place, so that all sums agree."""
+    if gating.skip_gate:
+        up = saved[1] if "up" in keep.names else None
+        return Checkpoints(up=FP8Rows(saved[0][0], saved[1][0], gating.up_limits) if keep.fp8 else up)
     up_cut = kept_up_columns(inner) if keep.backward else None
     if keep.fp8:
         codes, scales = saved[0], saved[1]
-        return Checkpoints(FP8Rows(codes[0], scales[0]), FP8Rows(codes[1], scales[1]), up_cut=up_cut)
+        gate, up_ = gating.gate_limits, gating.up_limits
+        return Checkpoints(FP8Rows(codes[0], scales[0], gate), FP8Rows(codes[1], scales[1], up_), up_cut=up_cut)
     names = ("gate_pre", "up", "gate_act", "intermediate")
     kept = (tensor if name in keep.names else None for name, tensor in zip(names, saved, strict=True))
     return Checkpoints(*kept, up_cut=up_cut)
@@ -241,9 +288,9 @@ def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
     return FP8Rows(saved[2], saved[3]).take(slice(None), slice(0, saved[2].shape[1])).to(dtype)
 
 
-def _gating(spec: BlockSpec, keep: Keep) -> Gating:
-    gating = GATES[spec.gate]
-    return FP8Gating(gating.act_, gating.act_grad_) if keep.fp8 else gating
+def _gating(gate: Gate, keep: Keep) -> Gating:
+    gating = gating_of(gate)
+    return FP8Gating(**vars(gating)) if keep.fp8 else gating
 
 
 def _quantized_rows(x: Tensor, routing: Routing | None, stack: MXExpertStack) -> Rows:

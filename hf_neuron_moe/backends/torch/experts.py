@@ -15,10 +15,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.spec import Routing
+from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, FFNWeights, Routing
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 from hf_neuron_moe.errors import ShapeError
@@ -165,29 +165,42 @@ class GroupedWeights:
     gate_GIH: Tensor
     up_GIH: Tensor
     down_GHI: Tensor
-    gate_up_G2IH: Tensor | None = None  # both where gate and up lie in one tensor
+    gate_up_G2IH: Tensor | None = None  # both where they lie in one tensor, one after the other or interleaved
+    gate_bias_GI: Tensor | None = None
+    up_bias_GI: Tensor | None = None
+    down_bias_GH: Tensor | None = None
+    interleaved: bool = False
 
     @classmethod
     def of_dense(cls, weights: FFNWeights) -> GroupedWeights:
         """Return a dense MLP's projections as those of one group."""
-        gate_IH, up_IH, down_HI = weights
+        gate_IH, up_IH, down_HI, *biases = weights
         both, inner, stride = None, gate_IH.shape[0], gate_IH.stride()
         one_storage = gate_IH.untyped_storage().data_ptr() == up_IH.untyped_storage().data_ptr()
         behind = up_IH.storage_offset() - gate_IH.storage_offset() == inner * stride[0]
         if one_storage and behind and up_IH.stride() == stride:
             both = gate_IH.as_strided((1, 2 * inner, gate_IH.shape[1]), (0, *stride))
-        return cls(gate_IH[None], up_IH[None], down_HI[None], both)
+        gate_bias, up_bias, down_bias = (None if bias is None else bias[None] for bias in biases)
+        return cls(gate_IH[None], up_IH[None], down_HI[None], both, gate_bias, up_bias, down_bias)
 
     @property
     def inner(self) -> int:
-        return self.gate_GIH.shape[1]
+        return self.up_GIH.shape[1]
+
+    @property
+    def biased(self) -> bool:
+        """Whether gate or up has a bias."""
+        return self.gate_bias_GI is not None or self.up_bias_GI is not None
 
     def expert(self, number: int) -> FFNWeights:
         """Return one group's projections."""
-        return FFNWeights(self.gate_GIH[number], self.up_GIH[number], self.down_GHI[number])
+        parts = (self.gate_GIH, self.up_GIH, self.down_GHI, self.gate_bias_GI, self.up_bias_GI, self.down_bias_GH)
+        gate_IH, up_IH, down_HI, *biases = (None if part is None else part[number] for part in parts)
+        assert gate_IH is not None and up_IH is not None and down_HI is not None
+        return FFNWeights(gate_IH, up_IH, down_HI, *biases)
 
     def both(self, scratch: Scratch) -> Tensor:
-        """Return gate and up as ``[G, 2I, H]``."""
+        """Return gate and up as ``[G, 2I, H]``, in the order in which they lie if that is one tensor."""
         if self.gate_up_G2IH is not None:
             return self.gate_up_G2IH
         groups, inner, hidden = self.gate_GIH.shape
@@ -205,13 +218,32 @@ class GroupedWeights:
 
 
 class ExpertStack(GroupedWeights):
-    """Stacked projections: ``[E, 2I, H]`` and ``[E, H, I]``, or ``[E, H, 2I]`` and ``[E, I, H]`` if `transposed`."""
+    """Stacked projections of experts, lying as `spec` says; without a gate, its part has no rows."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, transposed: bool) -> None:
-        self.gate_up, self.down, self.transposed = gate_up, down, transposed
-        both = gate_up.transpose(1, 2) if transposed else gate_up
-        inner = both.shape[1] // 2
-        super().__init__(both[:, :inner], both[:, inner:], down.transpose(1, 2) if transposed else down, both)
+    def __init__(self, weights: ExpertWeights, spec: BlockSpec) -> None:
+        self.stacked, self.spec = weights, spec
+        gate_up, down = weights.gate_up, weights.down
+        if spec.transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        gate, up = split_gate_up(gate_up, spec)
+        gate_bias, up_bias = (None, None) if weights.gate_up_bias is None else split_gate_up(weights.gate_up_bias, spec)
+        interleaved = spec.interleaved and spec.gate.gated
+        super().__init__(gate, up, down, gate_up, gate_bias, up_bias, weights.down_bias, interleaved)
+
+
+def stacked(gate_up: Tensor, down: Tensor, *, transposed: bool) -> ExpertStack:
+    """Return the stack of plain gated experts: ``[E, 2I, H]`` and ``[E, H, I]``, or the transposes of both."""
+    return ExpertStack(ExpertWeights(gate_up, down), BlockSpec("bf16", transposed=transposed))
+
+
+def split_gate_up(both: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
+    """Return views of the gate's and up's part of ``[E, 2I, ...]``; without a gate, of an empty one and the whole."""
+    if not spec.gate.gated:
+        return both[:, :0], both
+    if spec.interleaved:
+        return both[:, ::2], both[:, 1::2]
+    inner = both.shape[1] // 2
+    return both[:, :inner], both[:, inner:]
 
 
 @dataclass(frozen=True)
@@ -323,6 +355,7 @@ class BlockBackward:
     saved: Checkpoints
     d_weights: GroupedWeights | None  # overwritten; None where it is not wanted, as all results
     d_scale_R: Tensor | None  # fp32, zero before
+    d_bias_G2I: Tensor | None  # fp32, of gate and up, zero before
     wants_input: bool
     recompute_loader: Loader | None = None  # forms the operands of the forward's products where that differs
     gating: Gating = SILU
@@ -337,7 +370,7 @@ class BlockBackward:
             rows.runs,
             self.weights,
             self.loader,
-            ExpertGrads(self.d_weights, sums, self.d_scale_R, rounded),
+            ExpertGrads(self.d_weights, sums, self.d_scale_R, rounded, bias_E2I=self.d_bias_G2I),
             saved=self.saved,
             scale_R=rows.scale_R,
             block_size=rows.block_size,

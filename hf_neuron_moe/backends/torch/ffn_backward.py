@@ -10,7 +10,8 @@ Legend: R rows, H hidden, I intermediate. With ``d_int = dY Wd`` (fp32, never ro
 bf16 rounds ``h * a``, ``d_gate`` and ``d_up`` once before they enter a matmul (nki-library ``blockwise_mm_bwd``,
 AFFINITY_ON_I). mxfp8 rounds as ``mlp_bwd_mxfp8`` does: ``silu'(g)``, ``silu'(g) * u``, ``d_gate``, ``d_up``, a
 recomputed ``silu(g)`` and a recomputed ``h``, each to bf16; operands are quantized along each matmul's own contraction
-axis: H for ``d_int``, 2I (gate and up as one axis, as releases from 2.31 on) for dX, rows for weights.
+axis: H for ``d_int``, 2I (gate and up as one axis, as releases from 2.31 on; I without a gate) for dX, rows for
+weights.
 
 Other activations and clamp masks come with a :class:`Gating`; a mask multiplies d_gate or d_up.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, matmul_over_rows_into
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, added_to_sums
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.saved import take_tile
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
@@ -81,7 +82,7 @@ class _InnerGrads:
     gate: Tensor
     up: Tensor
     inter: Tensor
-    joined: Tensor | None = None  # the ``[R, 2I]`` of which gate and up are the halves, in MX only
+    joined: Tensor | None = None  # the axis of dX's sum, in MX only: ``[R, 2I]``, gate then up; or up alone
 
 
 class _Tile:
@@ -98,9 +99,10 @@ class _Tile:
         self.stored = 0 if saved.up is None else first_columns(columns, saved.up.shape[1])
         self.recompute = task.recompute_loader or loader
         self.again: Projections | None = None
-        if saved.gate is None or self.stored < columns.length:
-            gate_IH = weights.gate_IH if saved.gate is None else None
-            self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, saved.up_cut, self.stored)
+        if (saved.gate is None and not self.gating.skip_gate) or self.stored < columns.length:
+            gate_IH = weights.gate_IH if saved.gate is None and not self.gating.skip_gate else None
+            added = added_to_sums(weights.up_IH, weights[3:5], task.gating)
+            self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, saved.up_cut, self.stored, added)
         self.down_HI = loader.load("down", weights.down_HI[:, self.part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
             self.gate_IH, self.up_IH = self._input_grad_operands(shape)
@@ -111,6 +113,9 @@ class _Tile:
         """Gate and up as right operands of dX; in MX halves of one buffer, quantized along 2I."""
         loader, size = self.task.loader, shape[0]
         gate_IH, up_IH = self.task.weights.gate_IH[self.part], self.task.weights.up_IH[self.part]
+        if self.gating.skip_gate:
+            up_operand = loader.load("up_dx", up_IH, shape, mx_axis=0)
+            return up_operand, up_operand
         if not self.mx:
             return loader.load("gate_dx", gate_IH, shape), loader.load("up_dx", up_IH, shape)
         both = loader.scratch.get("gate_up", (2 * size, shape[1]), loader.compute.operand)
@@ -127,7 +132,7 @@ class _Tile:
         """
         grads = self.task.grads
         if not self.mx and not grads.add and grads.rounded == torch.float32:
-            self.direct = all(part.dtype == torch.float32 and 1 in part.stride() for part in wanted)
+            self.direct = all(part.dtype == torch.float32 and 1 in part.stride() for part in wanted[:3])
         if self.direct:
             return FFNWeights(wanted.gate_IH[self.part], wanted.up_IH[self.part], wanted.down_HI[:, self.part])
 
@@ -137,8 +142,8 @@ class _Tile:
             return buffer.t() if by_column else buffer
 
         return FFNWeights(
-            scratch("gate_sum", wanted.gate_IH, self.columns.size, self.hidden),
-            scratch("up_sum", wanted.gate_IH, self.columns.size, self.hidden),
+            scratch("gate_sum", wanted.up_IH, self.columns.size, self.hidden),
+            scratch("up_sum", wanted.up_IH, self.columns.size, self.hidden),
             scratch("down_sum", wanted.down_HI, self.hidden, self.columns.length),
         )
 
@@ -193,7 +198,9 @@ class _Tile:
         """
         saved, columns, scratch, stored = self.task.saved, self.columns, self.task.loader.scratch, self.stored
         shape = (rows.length, columns.length)
-        if saved.gate is None:
+        if self.gating.skip_gate:
+            gate = scratch.get("gate_fp32", shape, torch.float32)  # never read
+        elif saved.gate is None:
             assert self.again is not None and x_RH is not None
             buffer = scratch.get("gate_fp32", (rows.size, columns.length), torch.float32)
             gate = self.recompute.round_(self.again.gate(x_RH, buffer, rows.length)[: rows.length])
@@ -240,7 +247,8 @@ class _Tile:
         d_gate, d_up, product = results[:, : rows.length]
         d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * size), torch.float32)
         inter = scratch.get("inter", (rows.size, size), torch.float32)
-        operands = _InnerGrads(d_gate_up[:, :size], d_gate_up[:, size:], inter, joined=d_gate_up)
+        joined = d_gate_up[:, size:] if self.gating.skip_gate else d_gate_up
+        operands = _InnerGrads(d_gate_up[:, :size], d_gate_up[:, size:], inter, joined)
         for target, values in ((inter, product), (operands.up, d_up), (operands.gate, d_gate)):
             loader.fill(target, values)
         return operands
@@ -254,13 +262,13 @@ class _Tile:
             sums.gate_IH.zero_()
         if self.direct:
             return
-        gate_IH, up_IH, down_HI, length = *grads.weights, self.columns.length
+        gate_IH, up_IH, down_HI, length = *grads.weights[:3], self.columns.length
         pairs = (
             (gate_IH[self.part], sums.gate_IH[:length]),
             (up_IH[self.part], sums.up_IH[:length]),
             (down_HI[:, self.part], sums.down_HI),
         )
-        for target, total in pairs:
+        for target, total in pairs if len(gate_IH) else pairs[1:]:
             if grads.add:
                 target.add_(total.to(grads.rounded))
             else:  # the copy itself rounds where it can

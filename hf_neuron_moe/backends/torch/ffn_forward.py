@@ -107,10 +107,10 @@ def ffn_forward(
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape
-    needs_gate = epilogue is None or epilogue.needs_gate
-    gate_IH = weights.gate_IH if needs_gate else None
+    needs_gate = not gating.skip_gate if epilogue is None else epilogue.needs_gate
+    gate_IH, added = weights.gate_IH if needs_gate else None, added_to_sums(weights.up_IH, weights[3:5], gating)
     for number, columns in enumerate(column_spans(inner, compute)):
-        projections = Projections(gate_IH, weights.up_IH, loader, columns, save.up_cut)
+        projections = Projections(gate_IH, weights.up_IH, loader, columns, save.up_cut, added=added)
         down_HI = loader.load("down", weights.down_HI[:, columns.part], (loader.width(hidden), columns.size), mx_axis=1)
         for rows in row_spans(len(x), loader, block_size, hidden, inner):
             x_RH = projections.operand(x.take(rows), rows)
@@ -134,14 +134,32 @@ def ffn_forward(
             matmul_into(out_RH[rows.part], inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
 
 
+Added = tuple[Tensor | None, Tensor | None]
+"""What the sums of gate and up get before they are rounded, fp32 ``[I]`` or of groups ``[G, I]``."""
+
+
+def added_to_sums(up: Tensor, biases: Added, gating: Gating) -> Added:
+    """Return biases and up's offset; `up` is the projection ``[I, H]``, or of groups ``[G, I, H]``."""
+    gate_I, up_I = (None if bias_I is None else bias_I.float() for bias_I in biases)
+    if gating.up_offset:
+        up_I = up.new_zeros(up.shape[:-1], dtype=torch.float32) if up_I is None else up_I
+        up_I = up_I + gating.up_offset
+    return gate_I, up_I
+
+
 def project_gate_up(
-    x: RowSource, weights: FFNWeights, loader: Loader, gate_RI: Tensor | None, up_RI: Tensor | None
+    x: RowSource,
+    weights: FFNWeights,
+    loader: Loader,
+    gate_RI: Tensor | None,
+    up_RI: Tensor | None,
+    gating: Gating = SILU,
 ) -> None:
     """Make gate and up pre-activations again as :func:`ffn_forward` made them for its checkpoints; None was saved."""
-    inner, hidden = weights.up_IH.shape
+    (inner, hidden), added = weights.up_IH.shape, added_to_sums(weights.up_IH, weights[3:5], gating)
     for columns in column_spans(inner, loader.compute):
         gate_IH, wanted = None if gate_RI is None else weights.gate_IH, 0 if up_RI is not None else columns.length
-        projections = Projections(gate_IH, weights.up_IH, loader, columns, up_from=wanted)
+        projections = Projections(gate_IH, weights.up_IH, loader, columns, up_from=wanted, added=added)
         for rows in row_spans(len(x), loader, None, hidden, inner):
             x_RH, part = projections.operand(x.take(rows), rows), (rows.part, columns.part)
             sums = loader.scratch.get("gate_out", (rows.size, columns.length), loader.compute.operand)
@@ -175,7 +193,7 @@ def _activate(
             # A checkpoint that already holds the rounded values saves a pass.
             loader.round_(values) if kept is None else values.copy_(kept)
     save_products(gate_RI, up_RI, loader, save, (rows.part, columns.part), gating)
-    inter_RI = gating.activate_(gate_RI).mul_(up_RI)
+    inter_RI = gating.intermediate_(gate_RI, up_RI)
     if scale_R1 is not None:
         inter_RI.mul_(scale_R1)
     if not compute.mx:
@@ -212,4 +230,4 @@ def save_products(
     if save.gate_act is not None:
         save.gate_act[part].copy_(act)
     if save.intermediate is not None:
-        save.intermediate[part].copy_(act.mul_(loader.round_(gate.copy_(up32))))
+        save.intermediate[part].copy_(act.mul_(gating.up_value(loader.round_(gate.copy_(up32)))))

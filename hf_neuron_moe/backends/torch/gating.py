@@ -16,6 +16,7 @@ reference.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.errors import not_one_of
 
 InPlace = Callable[[Tensor], Tensor]
 """Overwrites an fp32 tensor with a function of it and returns it."""
@@ -44,28 +48,51 @@ class Gating:
     act_grad_: InPlace | None = None
     """Its derivative; None is that of SiLU."""
     gate_limits: Limits = (None, None)
-    """The forward's limits on the gate pre-activation."""
+    """Limits on the gate pre-activation; values beyond count as the limit and get no gradient."""
     up_limits: Limits = (None, None)
-    """Its limits on the up pre-activation."""
+    """Limits on the up pre-activation, which has its bias and offset by then."""
     skip_gate: bool = False
     """The intermediate is ``act(up)``; the gate is unused, its gradients are zero and up is not masked (nki-library
     2.33 ``skip_gate_proj``)."""
+    up_softcap: float | None = None
+    """The c of ``c tanh(up / c)``, which multiplies the activation instead of up; None is up itself."""
+    up_offset: float = 0.0
+    """What is added to up together with its bias, before it is rounded and saved."""
 
     def activate_(self, values: Tensor) -> Tensor:
         """Overwrite fp32 `values` with their activation and return them."""
+        clip_(values, self.gate_limits)
         return F.silu(values, inplace=True) if self.act_ is None else self.act_(values)
 
     def activation(self, values: Tensor, out: Tensor) -> Tensor:
         """Write the activation of fp32 `values` into `out` and return it."""
-        if self.act_ is None:
+        if self.act_ is None and self.gate_limits == (None, None):
             result: Tensor = torch.ops.aten.silu.out(values, out=out)
             return result
-        return self.act_(out.copy_(values))
+        return self.activate_(out.copy_(values))
+
+    def up_value(self, up: Tensor) -> Tensor:
+        """Return what multiplies the activation: `up` itself, or a new tensor."""
+        if self.up_limits != (None, None):
+            up = clip_(up.clone(), self.up_limits)
+        return up if self.up_softcap is None else (up / self.up_softcap).tanh_().mul_(self.up_softcap)
+
+    def intermediate_(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Overwrite `gate` with the intermediate and return it; without a gate `up` is read alone."""
+        if self.skip_gate:
+            return self.activate_(gate.copy_(up))
+        return self.activate_(gate).mul_(self.up_value(up))
 
     def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
         """Write the intermediate into `out` and the activation into `act`; return `out`."""
         self.activation(up if self.skip_gate else gate, out=act)
-        return out.copy_(act) if self.skip_gate else torch.mul(act, up, out=out)
+        return out.copy_(act) if self.skip_gate else torch.mul(act, self.up_value(up), out=out)
+
+    def up_slope_(self, gradient: Tensor, up: Tensor) -> Tensor:
+        """Multiply `gradient` by the derivative of :meth:`up_value` and return it."""
+        if self.up_softcap is not None:
+            gradient.mul_((up / self.up_softcap).tanh_().square_().neg_().add_(1))
+        return mask_(gradient, up, self.up_limits)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write ``factor * act'(values)`` into `out`."""
@@ -78,8 +105,7 @@ class Gating:
 def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
     """Multiply `gradient` by 1 where ``lower < value < upper`` and by 0 elsewhere, in place.
 
-    Strict on the kept, already clamped values: what was clamped lies on the limit. As a product, 0 * NaN stays NaN
-    (nki-library ``ClampLimits``).
+    Strict: what was clamped lies on the limit. As a product, 0 * NaN stays NaN (nki-library ``ClampLimits``).
     """
     upper, lower = limits
     if upper is not None:
@@ -89,9 +115,16 @@ def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
     return gradient
 
 
+def clip_(values: Tensor, limits: Limits) -> Tensor:
+    """Clamp `values` in place and return them; NaN stays NaN."""
+    upper, lower = limits
+    return values if upper is None and lower is None else values.clamp_(min=lower, max=upper)
+
+
 SWISH_BETA = 1.702
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
+_NO_LIMIT = 2.0**80  # a value that is not reached by here is never reached
 
 
 def _logistic_grad_(x: Tensor, exponent: Tensor) -> Tensor:
@@ -121,9 +154,13 @@ class Activation(NamedTuple):
     """Returns a new tensor; differentiable."""
     grad_: InPlace
     """Overwrites its argument with the derivative at it."""
+    in_place: InPlace | None = None
+    """Overwrites its argument with the value, where there is a faster way than a copy of `value`."""
 
     def value_(self, x: Tensor) -> Tensor:
         """Replace `x` by its activation and return it."""
+        if self.in_place is not None:
+            return self.in_place(x)
         return F.silu(x, inplace=True) if self.value is F.silu else x.copy_(self.value(x))
 
 
@@ -136,11 +173,75 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_grad_),
     "squared_relu": Activation(lambda x: x.clamp(min=0).square(), lambda x: x.clamp_(min=0).mul_(2)),
 }
-"""The activations that the documented kernels know; patched blocks have those of :data:`GATES`."""
+"""The activations that the documented kernels know."""
 
-GATES: dict[str, Gating] = {"silu": Gating()}
-"""The gates of patched blocks, by the name that a :class:`~hf_neuron_moe.backends.spec.BlockSpec` gives them.
 
-``modules/structure.py`` says how each is recognized.
-"""
-SILU = GATES["silu"]
+def _swish(alpha: float) -> Activation:
+    if alpha == 1:
+        return ACTIVATIONS["silu"]
+
+    def grad_(x: Tensor) -> Tensor:
+        one = torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
+        result: Tensor = torch.ops.aten.silu_backward.grad_input(one, x.mul_(alpha), grad_input=x)
+        return result
+
+    # silu(alpha x) / alpha, by torch's own passes over SiLU and its derivative.
+    return Activation(
+        lambda x: x * torch.sigmoid(x * alpha), grad_, lambda x: F.silu(x.mul_(alpha), inplace=True).div_(alpha)
+    )
+
+
+def _softcapped_silu(cap: float) -> Activation:
+    """``c t s`` and ``s ((1 - t^2) + c t (1 - s))`` with ``t = tanh(x / c)``, s the logistic function of x."""
+
+    def grad_(x: Tensor) -> Tensor:
+        t, s, rest = (x / cap).tanh_(), torch.sigmoid(x), torch.sigmoid(-x)
+        return x.copy_(t).mul_(cap).mul_(rest).add_(t.square_().neg_().add_(1)).mul_(s)
+
+    return Activation(lambda x: (x / cap).tanh_().mul_(cap).mul_(torch.sigmoid(x)), grad_)
+
+
+def argument_of(activation: Activation, value: float) -> float | None:
+    """Return where above 0 the activation takes a `value` above 0, None if nowhere: all rows increase there.
+
+    A limit on the activation's value is this limit on the gate: the same values, the same mask.
+    """
+    low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    while activation.value(high) < value:
+        if high > _NO_LIMIT:
+            return None
+        low, high = high, high * 2
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if activation.value(middle) < value else (low, middle)
+    return float(high.float())
+
+
+@functools.cache
+def gating_of(gate: Gate) -> Gating:
+    """Return how blocks with this gate compute."""
+    if gate.act not in ACTIVATIONS:
+        raise not_one_of("act", gate.act, ACTIVATIONS)
+    activation = ACTIVATIONS[gate.act]
+    if gate.act == "swish":
+        activation = _swish(gate.alpha)
+    elif gate.gate_softcap is not None:
+        activation = _softcapped_silu(gate.gate_softcap)
+    plain = activation is ACTIVATIONS["silu"]
+    gate_max, offset = gate.gate_max, gate.up_offset
+    if gate.act_max is not None:
+        found = (gate_max, argument_of(activation, gate.act_max))
+        gate_max = min((limit for limit in found if limit is not None), default=None)
+    high, low = (None if limit is None else limit + offset for limit in (gate.up_max, gate.up_min))
+    return Gating(
+        None if plain else activation.value_,
+        None if plain else activation.grad_,
+        (gate_max, gate.gate_min),
+        (high, low),
+        not gate.gated,
+        gate.up_softcap,
+        offset,
+    )
+
+
+SILU = gating_of(SWIGLU)

@@ -10,14 +10,16 @@ Legend: G groups, N columns of a product's result, K its contraction axis, I int
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.prepared import PreparedWeights
+from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, call_scratch, environment_option, operands_in_bf16
 from hf_neuron_moe.backends.torch.cpu.decode import MOST_ROWS
-from hf_neuron_moe.backends.torch.experts import ExpertStack, Rows
+from hf_neuron_moe.backends.torch.experts import ExpertStack, Rows, split_gate_up
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward
@@ -43,26 +45,48 @@ def suits(precision: str, rows: int, weight: Tensor) -> bool:
     return few and environment_option(OPTION, "1", "0") == "1"
 
 
-def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, gating: Gating = SILU) -> Tensor:
+def mlp(x_SH: Tensor, weights: FFNWeights, gating: Gating = SILU) -> Tensor:
     """Return the dense MLP's output, bf16 ``[S, H]``."""
     loader = Loader(operands_in_bf16("mxfp8"), call_scratch(x_SH.device), lone_384=True, ready_weights=True)
-    gate, up = (_copy(weight[None], weight, "summed", loader) for weight in (gate_IH, up_IH))
-    ready = ReadyWeights(gate, up, _copy(down_HI[None], down_HI, "packed", loader))
-    return grouped_forward(x_SH, Rows.of_dense(len(x_SH)), ready, loader, Checkpoints(), gating)
+    gate, up = (_summed(weight[None], weight, loader) for weight in weights[:2])
+    # A bias is added to sums, which packed weights do not give.
+    down_HI, bias_H = weights.down_HI, weights.down_bias_H
+    down = (_packed if bias_H is None else _summed)(down_HI[None], down_HI, loader)
+    biases = (None if bias is None else bias[None] for bias in weights[3:])
+    ready = ReadyWeights(gate, up, down, *biases)
+    return grouped_forward(x_SH, Rows.of_dense(len(x_SH)), ready, loader, Checkpoints(), gating).to(x_SH.dtype)
 
 
 def experts(x_TH: Tensor, rows: Rows, stack: ExpertStack, gating: Gating = SILU) -> Tensor:
-    """Return the experts' weighted sum, bf16 ``[T, H]``."""
+    """Return the experts' weighted sum without their down biases, fp32 ``[T, H]``."""
     loader = Loader(operands_in_bf16("mxfp8"), call_scratch(x_TH.device), ready_weights=True)
-    gate_up = _copy(stack.both(loader.scratch), stack.gate_up, "summed", loader)
-    assert isinstance(gate_up, Tensor)
-    gate, up = gate_up.chunk(2, dim=1)
-    ready = ReadyWeights(gate, up, _copy(stack.down_GHI, stack.down, "packed", loader))
-    return grouped_forward(x_TH, rows, ready, loader, Checkpoints(), gating).to(x_TH.dtype)
+    gate_up = _summed(stack.both(loader.scratch), stack.stacked.gate_up, loader)
+    gate, up = split_gate_up(gate_up, stack.spec)
+    down = _packed(stack.down_GHI, stack.stacked.down, loader)
+    ready = ReadyWeights(gate, up, down, stack.gate_bias_GI, stack.up_bias_GI)
+    return grouped_forward(x_TH, rows, ready, loader, Checkpoints(), gating)
 
 
-def _copy(weight_GNK: Tensor, source: Tensor, form: str, loader: Loader) -> Operand:
-    """The operand of a view of `source`: ``"packed"`` or ``"summed"``; the view's strides say its orientation."""
+def _packed(weight_GNK: Tensor, source: Tensor, loader: Loader) -> Operand:
+    """The operand of :func:`_copy`, packed where the processor has such an order."""
+
+    def build(operand_GNK: Tensor) -> Operand:
+        return PackedWeight(operand_GNK) if PackedWeight.suits(operand_GNK) else operand_GNK
+
+    return _copy("packed", build, weight_GNK, source, loader)
+
+
+def _summed(weight_GNK: Tensor, source: Tensor, loader: Loader) -> Tensor:
+    """The operand of :func:`_copy` for fp32 sums."""
+    operand = _copy("summed", lambda operand_GNK: operand_GNK, weight_GNK, source, loader)
+    assert isinstance(operand, Tensor)
+    return operand
+
+
+def _copy(
+    form: str, finish: Callable[[Tensor], Operand], weight_GNK: Tensor, source: Tensor, loader: Loader
+) -> Operand:
+    """The operand of a view of `source`, kept under its `form`; the view's strides say its orientation."""
 
     def build(_: Tensor) -> Operand:
         groups, columns, size = weight_GNK.shape
@@ -71,7 +95,7 @@ def _copy(weight_GNK: Tensor, source: Tensor, form: str, loader: Loader) -> Oper
         rows_RK = operand_GNK.flatten(0, 1)
         for part in rows_RK.split(max(_ROWS // rows_RK.shape[1], 1)):
             loader.quantize(part, axis=1)
-        return PackedWeight(operand_GNK) if form == "packed" and PackedWeight.suits(operand_GNK) else operand_GNK
+        return finish(operand_GNK)
 
     key = f"{form}:{weight_GNK.stride()}:{loader.lone_384}"
     return generation_copies().get(key, build, source, sampled=True)

@@ -6,14 +6,15 @@ Legend: as in ``grouped_forward``.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import BlockBackward
+from hf_neuron_moe.backends.torch.ffn_forward import added_to_sums
 from hf_neuron_moe.backends.torch.grouped_forward import (
     CHUNK,
     Batch,
     PreActivations,
+    has_ones,
     sum_over_experts,
     tokens_operand,
 )
@@ -30,16 +31,17 @@ class GroupedBackward(BlockBackward):
         inner, rows, recompute_loader = self.weights.inner, self.rows, self.recompute_loader or self.loader
         if self.d_weights is not None:
             self.d_weights.zero_without(rows.runs)
-        dx_RH = both_G2IH = None
+        dx_RH = both_G2IH = x_op = None
+        added = added_to_sums(self.weights.up_GIH, (self.weights.gate_bias_GI, self.weights.up_bias_GI), self.gating)
         if self.wants_input:
             dx_RH = self.x_TH.new_empty((rows.count, self.x_TH.shape[1]), dtype=self.loader.compute.operand)
-            both_G2IH = self.weights.both(self.loader.scratch)
+            both_G2IH = None if self._rearranged else self.weights.both(self.loader.scratch)
         kept_up = 0 if self.saved.up is None else self.saved.up.shape[1]
-        dout_op, x_op = tokens_operand(self.dout_TH, self.loader), None
-        if self.saved.gate is None or kept_up < inner:
-            x_op = tokens_operand(self.x_TH, recompute_loader)
+        dout_op = tokens_operand(self.dout_TH, self.loader)
+        if (self.saved.gate is None and not self.gating.skip_gate) or kept_up < inner:
+            x_op = tokens_operand(self.x_TH, recompute_loader, with_ones=has_ones(added, self.loader))
         for batch in Batch.cut(rows, inner):
-            pre = PreActivations(self.weights, batch, recompute_loader, self.saved)
+            pre = PreActivations(self.weights, batch, recompute_loader, self.saved, added)
             x_rH = None
             if x_op is not None:
                 x_rH = batch.take(x_op)
@@ -49,9 +51,28 @@ class GroupedBackward(BlockBackward):
             d_gate_up, inter = self._between(batch, pre, d_int)
             if self.d_weights is not None:
                 self._weight_grads(batch, d_gate_up, inter, dout_rH, x_rH)
-            if dx_RH is not None and both_G2IH is not None:
+            if dx_RH is not None:
                 self._input_grad(batch, dx_RH, d_gate_up, both_G2IH)
         return None if dx_RH is None else sum_over_experts(dx_RH, rows).to(self.x_TH.dtype)
+
+    @property
+    def _rearranged(self) -> bool:
+        """Whether MX groups of gate's and up's joint axis are made of copies of both weights, one group at a time."""
+        weights, inner = self.weights, self.weights.inner
+        ready = weights.gate_up_G2IH is not None and not weights.interleaved and self.loader.width(inner) == inner
+        return self.loader.compute.mx and not ready
+
+    def _halves(self, both_r2I: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of gate's and up's part of ``[r, 2I]``; without a gate, of an empty one and the whole.
+
+        They lie as the weights do, in MX one after the other.
+        """
+        if self.gating.skip_gate:
+            return both_r2I[:, :0], both_r2I
+        if self.weights.interleaved and not self.loader.compute.mx:
+            return both_r2I[:, ::2], both_r2I[:, 1::2]
+        width = both_r2I.shape[1] // 2
+        return both_r2I[:, :width], both_r2I[:, width:]
 
     def _intermediate_grad(self, batch: Batch, dout_rH: Tensor) -> list[Tensor]:
         """Return ``dY Wd`` of a batch as tensors ``[r, I]`` to be added: the fp32 sums, or bf16 parts of them."""
@@ -66,10 +87,14 @@ class GroupedBackward(BlockBackward):
         return [high, low]
 
     def _between(self, batch: Batch, pre: PreActivations, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return ``[d_gate | d_up]`` and the scaled intermediate of a batch, bf16; add to the factors' gradients."""
+        """Return d_gate and d_up in one (:meth:`_halves`), and the scaled intermediate of a batch, bf16.
+
+        Adds to the factors' gradients.
+        """
         loader, inner = self.loader, self.weights.inner
         scratch, width, operand = loader.scratch, loader.width(inner), loader.compute.operand
-        d_gate_up = scratch.get("d_gate_up", (batch.size, 2 * width), operand)
+        columns = width if self.gating.skip_gate else 2 * width
+        d_gate_up = scratch.get("d_gate_up", (batch.size, columns), operand)
         inter = scratch.get("inter", (batch.size, width), operand)
         math = SwiGLUGrad(self.gating, loader.compute.mx, loader.round_)
         for chunk in batch.chunks(inner):
@@ -90,14 +115,15 @@ class GroupedBackward(BlockBackward):
                 scale_R1=batch.scale(chunk),
                 d_scale_R=None if self.d_scale_R is None else self.d_scale_R[part],
             )
-            for target, values in zip((d_gate_up[:, :width], d_gate_up[:, width:], inter), results, strict=True):
-                loader.fill(target[chunk], values)
+            for target, values in zip((*self._halves(d_gate_up), inter), results, strict=True):
+                if target.shape[1]:
+                    loader.fill(target[chunk], values)
         return d_gate_up, inter
 
     def _weight_grads(
         self, batch: Batch, d_gate_up: Tensor, inter: Tensor, dout_rH: Tensor, x_rH: Tensor | None
     ) -> None:
-        """Sum over each group's rows; in MX every operand is quantized along them first.
+        """Sum over each group's rows, biases' gradients included; in MX operands are quantized along them first.
 
         `dout_rH` and `x_rH`, the latter if it was needed before, are operands of the products along H.
         """
@@ -106,10 +132,13 @@ class GroupedBackward(BlockBackward):
         plain = not compute.mx and self.x_TH.dtype == self.dout_TH.dtype == compute.operand
         if not plain:
             dout_rH = batch.take(self.dout_TH)
-        if x_rH is None or not plain:
-            x_rH = batch.take(self.x_TH)
-        whole = grads.gate_up_G2IH is not None and width == inner
+        x_rH = batch.take(self.x_TH) if x_rH is None or not plain else x_rH[:, : self.x_TH.shape[1]]
+        whole = grads.gate_up_G2IH is not None and width == inner and not (compute.mx and grads.interleaved)
         for group, dout, x, both, product in each_run(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
+            if self.d_bias_G2I is not None:
+                for bias_I, part in zip(self.d_bias_G2I[group].chunk(2), self._halves(both), strict=True):
+                    if part.shape[1]:
+                        torch.sum(part[:, :inner], 0, dtype=torch.float32, out=bias_I)
             if not plain:
                 dout, x, both, product = (
                     self._over_rows(name, part)
@@ -119,8 +148,9 @@ class GroupedBackward(BlockBackward):
             if whole and grads.gate_up_G2IH is not None:
                 project_over_rows(both, x, grads.gate_up_G2IH[group])
             else:
-                project_over_rows(both[:, :inner], x, grads.gate_GIH[group])
-                project_over_rows(both[:, width : width + inner], x, grads.up_GIH[group])
+                for part, target_GIH in zip(self._halves(both), (grads.gate_GIH, grads.up_GIH), strict=True):
+                    if part.shape[1]:
+                        project_over_rows(part[:, :inner], x, target_GIH[group])
 
     def _over_rows(self, name: str, values: Tensor) -> Tensor:
         """Return one group's rows as operands of a sum over them: zero padded to whole lanes and quantized in MX."""
@@ -135,14 +165,26 @@ class GroupedBackward(BlockBackward):
                 loader.quantize_rows(operand[tile.start : tile.start + tile.size, first : first + step], tile.lane)
         return operand
 
-    def _input_grad(self, batch: Batch, out_RH: Tensor, d_gate_up: Tensor, both_G2IH: Tensor) -> None:
+    def _input_grad(self, batch: Batch, out_RH: Tensor, d_gate_up: Tensor, both_G2IH: Tensor | None) -> None:
         """Multiply with the weights; in MX after quantizing gate's and up's gradients along one axis of 2I."""
-        loader, inner = self.loader, self.weights.inner
-        width = d_gate_up.shape[1] // 2
+        loader = self.loader
         if loader.compute.mx:
-            for chunk in batch.chunks(2 * width):
+            for chunk in batch.chunks(d_gate_up.shape[1]):
                 loader.quantize(d_gate_up[chunk], axis=1)
-            if width > inner:
-                halves = both_G2IH.unflatten(1, (2, inner))
-                both_G2IH = F.pad(halves, (0, 0, 0, width - inner)).flatten(1, 2)
-        project(d_gate_up, both_G2IH.transpose(1, 2), batch.runs, loader, out_RH[batch.part])
+        if both_G2IH is not None:
+            project(d_gate_up, both_G2IH.transpose(1, 2), batch.runs, loader, out_RH[batch.part])
+            return
+        for group, start, end in batch.runs:
+            both_12IH = self._padded_weights(group, d_gate_up.shape[1])
+            project(d_gate_up, both_12IH.transpose(1, 2), [(0, start, end)], loader, out_RH[batch.part])
+
+    def _padded_weights(self, group: int, columns: int) -> Tensor:
+        """Return a group's gate and up as ``[1, columns, H]``, one after the other, each zero padded to MX groups."""
+        weights = self.weights
+        parts = (weights.up_GIH,) if self.gating.skip_gate else (weights.gate_GIH, weights.up_GIH)
+        shape = (len(parts), columns // len(parts), weights.up_GIH.shape[2])
+        both = self.loader.scratch.get("gate_up", shape, weights.up_GIH.dtype)
+        for target, part_GIH in zip(both, parts, strict=True):
+            target[: weights.inner].copy_(part_GIH[group])
+            target[weights.inner :].zero_()
+        return both.view(1, columns, shape[2])

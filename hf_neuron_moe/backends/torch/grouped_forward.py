@@ -25,9 +25,16 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows, Runs
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, save_products
+from hf_neuron_moe.backends.torch.ffn_forward import Added, Checkpoints, added_to_sums, save_products
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
-from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Operand, project, project_sums
+from hf_neuron_moe.backends.torch.grouped_products import (
+    ADDED,
+    ROW_MULTIPLE,
+    Operand,
+    project,
+    project_sums,
+    rows_with_ones,
+)
 from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
 from hf_neuron_moe.backends.torch.tiles import Loader
 
@@ -40,12 +47,15 @@ class ReadyWeights:
     """The projections as operands of the forward's products, for calls that save nothing."""
 
     gate_GIH: Operand
-    up_GIH: Operand
+    up_GIH: Tensor
     down_GHI: Operand
+    gate_bias_GI: Tensor | None = None
+    up_bias_GI: Tensor | None = None
+    down_bias_GH: Tensor | None = None
 
     @property
     def inner(self) -> int:
-        return self.gate_GIH.shape[1]
+        return self.up_GIH.shape[1]
 
 
 class Batch:
@@ -88,8 +98,13 @@ class Batch:
         return self.rows.scale(self.start + chunk.start, self.start + chunk.stop)
 
 
-def tokens_operand(values_TH: Tensor, loader: Loader) -> Tensor:
-    """Return tokens as left operands with H as contraction axis; each is quantized once, whatever experts it has."""
+def tokens_operand(values_TH: Tensor, loader: Loader, *, with_ones: bool = False) -> Tensor:
+    """Return tokens as left operands with H as contraction axis; each is quantized once, whatever experts it has.
+
+    `with_ones` is for products with something added, where nothing is quantized.
+    """
+    if with_ones:
+        return rows_with_ones(values_TH.to(loader.compute.operand))
     if not loader.compute.mx and values_TH.dtype == loader.compute.operand:
         return values_TH
     operand = values_TH.new_empty((len(values_TH), loader.width(values_TH.shape[1])), dtype=loader.compute.operand)
@@ -105,31 +120,44 @@ class PreActivations:
     """
 
     def __init__(
-        self, weights: GroupedWeights | ReadyWeights, batch: Batch, loader: Loader, saved: Checkpoints
+        self,
+        weights: GroupedWeights | ReadyWeights,
+        batch: Batch,
+        loader: Loader,
+        saved: Checkpoints,
+        added: Added = (None, None),
     ) -> None:
-        self.weights, self.batch, self.loader, self.saved = weights, batch, loader, saved
+        self.weights, self.batch, self.loader, self.saved, self.added = weights, batch, loader, saved, added
         self.cut = weights.inner if saved.up_cut is None else min(saved.up_cut, weights.inner)
         self.made: dict[str, Tensor] = {}
 
     def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
         """Multiply the batch's input rows, an operand: results are rounded to bf16, in mxfp8 fp32 sums.
 
-        With `missing_only`, what was saved is left out.
+        The rows have ones if there is something to add (not in mxfp8). With `missing_only`, what was saved is left out.
         """
-        loader = self.loader
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
-        kept_up = 0 if self.saved.up is None else self.saved.up.shape[1]
-        parts = {"gate": (gate, self.saved.gate is not None), "up": (up, kept_up >= cut)}
-        if cut < self.weights.inner:
-            assert isinstance(up, Tensor), "generation saves nothing and does not cut"
-            parts |= {"up": (up[:, :cut], kept_up >= cut), "up_tail": (up[:, cut:], kept_up > cut)}
-        for name, (weight_GNH, is_saved) in parts.items():
-            if missing_only and is_saved:
-                continue
-            shape = (self.batch.size, weight_GNH.shape[1])
-            dtype, multiply = (torch.float32, project_sums) if loader.compute.mx else (loader.compute.operand, project)
-            self.made[name] = loader.scratch.get(name, shape, dtype)
-            multiply(x_rH, weight_GNH, self.batch.runs, loader, self.made[name])
+        kept_up, (gate_added, up_added) = 0 if self.saved.up is None else self.saved.up.shape[1], self.added
+        if gate.shape[1] and not (missing_only and self.saved.gate is not None):
+            self._make("gate", x_rH, gate, gate_added)
+        for name, columns, is_saved in (
+            ("up", slice(0, cut), kept_up >= cut),
+            ("up_tail", slice(cut, self.weights.inner), kept_up > cut),
+        ):
+            if columns.start < columns.stop and not (missing_only and is_saved):
+                self._make(name, x_rH, up[:, columns], None if up_added is None else up_added[:, columns])
+
+    def _make(self, name: str, x_rH: Tensor, weight_GNH: Operand, added_GN: Tensor | None) -> None:
+        loader, runs = self.loader, self.batch.runs
+        shape = (self.batch.size, weight_GNH.shape[1])
+        if loader.compute.mx:
+            out_rN = loader.scratch.get(name, shape, torch.float32)
+            project_sums(x_rH, weight_GNH, runs, loader, out_rN, added_GN)
+        else:
+            out_rN = loader.scratch.get(name, shape, loader.compute.operand)
+            left_rH = x_rH if added_GN is not None else x_rH[:, : weight_GNH.shape[2]]
+            project(left_rH, weight_GNH, runs, loader, out_rN, added_GN=added_GN)
+        self.made[name] = out_rN
 
     def save(self, chunk: slice) -> None:
         """Copy a chunk's rounded values to where the policy saves them."""
@@ -146,7 +174,7 @@ class PreActivations:
     def values(self, chunk: slice, *, rounded: bool) -> tuple[Tensor, Tensor]:
         """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved.
 
-        With `rounded`, sums are rounded as they would have been saved.
+        With `rounded`, sums are rounded as they would have been saved. A gate that does not exist holds anything.
         """
         shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
         gate, up = (scratch.get(f"{name}_fp32", shape, torch.float32) for name in ("gate", "up"))
@@ -174,29 +202,49 @@ def grouped_forward(
 ) -> Tensor:
     """Return ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of each token ``[T, H]``, and fill `save`.
 
-    The result is bf16 for a dense MLP, else the fp32 sum over the token's experts. The loader has bf16 operands,
-    MX-quantized or not.
+    The result is that of a dense MLP with its down bias, rounded to bf16 or (mxfp8 with this bias) not; else the fp32
+    sum over the token's experts, without theirs. The loader has bf16 operands, MX-quantized or not.
     """
-    compute, scratch, inner = loader.compute, loader.scratch, weights.inner
-    x_op, width = tokens_operand(x_TH, loader), loader.width(inner)
-    out_RH = x_TH.new_empty((rows.count, x_TH.shape[1]), dtype=compute.operand)
+    compute, inner = loader.compute, weights.inner
+    added = added_to_sums(weights.up_GIH, (weights.gate_bias_GI, weights.up_bias_GI), gating)
+    x_op, width = tokens_operand(x_TH, loader, with_ones=has_ones(added, loader)), loader.width(inner)
+    bias_GH = None if weights.down_bias_GH is None or rows.token_R is not None else weights.down_bias_GH.float()
+    sums = compute.mx and bias_GH is not None
+    out_RH = x_TH.new_empty((rows.count, x_TH.shape[1]), dtype=torch.float32 if sums else compute.operand)
     for batch in Batch.cut(rows, inner):
-        pre = PreActivations(weights, batch, loader, save)
+        pre = PreActivations(weights, batch, loader, save, added)
         pre.multiply(batch.take(x_op))
-        inter_rI = scratch.get("inter", (batch.size, width), compute.operand)
+        inter_rI, left_rI = _intermediate(batch, loader, width, with_ones=bias_GH is not None and not sums)
         for chunk in batch.chunks(inner):
             pre.save(chunk)
             gate, up = pre.values(chunk, rounded=False)
             save_products(gate, up, loader, save, batch.global_part(chunk), gating)
-            product = gating.activate_(gate).mul_(up)
+            product = gating.intermediate_(gate, up)
             scale_r1 = batch.scale(chunk)
             if scale_r1 is not None:
                 product.mul_(scale_r1)
             loader.fill(inter_rI[chunk], product)
             if compute.mx:
                 loader.quantize(inter_rI[chunk], axis=1)
-        project(inter_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part])
+        if sums:
+            project_sums(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part], bias_GH)
+        else:
+            project(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part], added_GN=bias_GH)
     return sum_over_experts(out_RH, rows)
+
+
+def has_ones(added: Added, loader: Loader) -> bool:
+    """Whether the rows of gate's and up's products have ones for what is added to these."""
+    return not loader.compute.mx and any(part_GI is not None for part_GI in added)
+
+
+def _intermediate(batch: Batch, loader: Loader, width: int, *, with_ones: bool) -> tuple[Tensor, Tensor]:
+    """Return where to write a batch's intermediate ``[r, width]``, and the operand of which it is all but the ones."""
+    columns = width + (ADDED if with_ones else 0)
+    operand_rI = loader.scratch.get("inter", (batch.size, columns), loader.compute.operand)
+    if with_ones:
+        operand_rI[:, width:].copy_(rows_with_ones(operand_rI[:1, :0]))
+    return operand_rI[:, :width], operand_rI
 
 
 def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:

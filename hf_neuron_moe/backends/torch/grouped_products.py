@@ -9,6 +9,10 @@ itself is needed there are two ways, each twice as long as one product:
 * :func:`project_sums`: the product of fp32 operands, for sums that are quantized to MXFP8 further on. There a value
   that is rounded differently can move by a sixteenth of itself.
 
+What is added to a sum before its rounding, as a bias, is part of the product: three more columns of the contraction
+axis hold the bf16 parts of an fp32 number, and the rows hold ones there (:func:`rows_with_ones`). Such weights, and
+those without unit stride, are copied part by part.
+
 On CUDA the fp32 result exists, and everything comes from it: cuBLAS may round the parts of a bf16 product's sum.
 
 Legend: G groups (experts, or one for a dense MLP), R rows in group order, N columns of a result, K contraction axis.
@@ -31,6 +35,7 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 ROW_MULTIPLE = 16  # so many rows are multiplied together where buffers have them: libraries keep code for each number
 FEW_ROWS = 64  # up to so many rows per group one call for all groups saves more time than it costs
 PIECE = 1 << 20  # elements of a weight that are cast or quantized at a time, which stay in the caches
+ADDED = 16  # columns of a contraction axis for what is added to the sums: three, as libraries like them
 TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
 
 
@@ -72,11 +77,32 @@ class PackedWeight:
 Operand = Tensor | PackedWeight  # a weight ``[G, N, K]``
 
 
+def rows_with_ones(values_RK: Tensor) -> Tensor:
+    """Return bf16 rows ``[R, K + ADDED]`` for a product with something added."""
+    return F.pad(F.pad(values_RK, (0, 3), value=1.0), (0, ADDED - 3))
+
+
+def _three_parts(values_GN: Tensor) -> list[Tensor]:
+    """Return bf16 values whose sum is the fp32 `values_GN`, to 24 bits."""
+    parts, rest_GN = [], values_GN
+    for _ in range(3):
+        parts.append(rest_GN.to(torch.bfloat16))
+        rest_GN = rest_GN - parts[-1]
+    return parts
+
+
 def project(
-    left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, high_RN: Tensor, low_RN: Tensor | None = None
+    left_RK: Tensor,
+    weight_GNK: Operand,
+    runs: Runs,
+    loader: Loader,
+    high_RN: Tensor,
+    low_RN: Tensor | None = None,
+    added_GN: Tensor | None = None,
 ) -> None:
     """``high = left @ weight^T``, group by group, and where it is wanted ``low``, the sum minus `high_RN`; all bf16.
 
+    `added_GN`, fp32, is added to the sum; `left_RK` is then one of :func:`rows_with_ones`, and nothing is quantized.
     `left_RK` is padded and quantized along K as the loader's precision asks; rows after the last run's may be read. The
     weight has any float dtype and any strides, its K is not padded; the loader casts it, or quantizes it along K. Rows
     after a run's are overwritten, before the next run's are written.
@@ -85,7 +111,7 @@ def project(
         assert low_RN is None, "packed weights are multiplied once"
         weight_GNK.multiply(left_RK, runs, high_RN)
         return
-    if _in_one_call(left_RK, weight_GNK, runs, loader):
+    if added_GN is None and _in_one_call(left_RK, weight_GNK, runs, loader):
         rows, ends, weight_GKN = runs[-1][2], [0] * len(weight_GNK), weight_GNK.transpose(1, 2)
         for group, _, end in runs:
             ends[group] = end
@@ -98,14 +124,18 @@ def project(
             for group, left, high, low in each_run(runs, left_RK, high_RN, low_RN):
                 torch.addmm(high, left, weights[group], beta=-1, out=low)
         return
-    for start, end, column, weight_NK in _each(weight_GNK, runs, loader, left_RK.shape[1], cut=False):
+    for start, end, column, weight_NK in _each(
+        weight_GNK, runs, loader, left_RK.shape[1], cut=False, added_GN=added_GN
+    ):
         stop, columns = _padded(start, end, left_RK, high_RN), slice(column, column + len(weight_NK))
         low = None if low_RN is None else low_RN[start:stop, columns]
         _multiply(left_RK[start:stop], weight_NK.t(), high_RN[start:stop, columns], low)
 
 
-def project_sums(left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, out_RN: Tensor) -> None:
-    """The fp32 sums of :func:`project`, of a weight that is not packed."""
+def project_sums(
+    left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, out_RN: Tensor, added_GN: Tensor | None = None
+) -> None:
+    """The fp32 sums of :func:`project`, of a weight that is not packed; `added_GN` needs no ones here."""
     assert isinstance(weight_GNK, Tensor)
     scratch, left32_RK, rows = loader.scratch, left_RK, len(left_RK)
     if not left_RK.is_cuda:
@@ -124,14 +154,17 @@ def project_sums(left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loade
         weight32_NK = (weight32.t() if by_column else weight32).copy_(weight_NK)
         stop = end if end - start <= FEW_TOKENS else _padded(start, end, left32_RK)
         linear_into(out, left32_RK[start:stop], weight32_NK)
+    if added_GN is not None:
+        for group, sums in each_run(runs, out_RN):
+            sums.add_(added_GN[group])
 
 
 def _each(
-    weight_GNK: Tensor, runs: Runs, loader: Loader, width: int, *, cut: bool
+    weight_GNK: Tensor, runs: Runs, loader: Loader, width: int, *, cut: bool, added_GN: Tensor | None = None
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """For every part of a group's weight: the group's first and end row, the part's first column, its ``[n, K]``."""
     wanted = {group: (start, end) for group, start, end in runs}
-    for first, column, values_gnK in _pieces(weight_GNK, wanted, loader, width, cut=cut):
+    for first, column, values_gnK in _pieces(weight_GNK, wanted, loader, width, cut=cut, added_GN=added_GN):
         for group, weight_NK in enumerate(values_gnK.unbind(0), first):
             if group in wanted:
                 yield *wanted[group], column, weight_NK
@@ -182,19 +215,26 @@ def _in_one_call(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, loader: Loader
 
 
 def _pieces(
-    weight_GNK: Tensor, wanted: dict[int, tuple[int, int]], loader: Loader, width: int, *, cut: bool
+    weight_GNK: Tensor,
+    wanted: dict[int, tuple[int, int]],
+    loader: Loader,
+    width: int,
+    *,
+    cut: bool,
+    added_GN: Tensor | None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Cut the weights into operands that are made together: first group and column, ``[g, n, K]``.
 
     Groups that are not wanted are left out.
     """
     groups, columns, size = weight_GNK.shape
-    if loader.ready_weights or (not loader.compute.mx and weight_GNK.dtype == loader.compute.operand):
+    straight = added_GN is None and 1 in weight_GNK.stride()[1:] and weight_GNK.dtype == loader.compute.operand
+    if loader.ready_weights or (not loader.compute.mx and straight):
         step = max(PIECE // width, TILE) if cut else columns
         for column in range(0, columns, step):
             yield 0, column, weight_GNK[:, column : column + step]
         return
-    by_column = weight_GNK.stride(2) != 1 and weight_GNK.stride(1) == 1
+    by_column = weight_GNK.stride(2) > weight_GNK.stride(1)
     together = max(PIECE // (columns * width), 1) if not by_column or size % TILE == 0 else 1
     step = columns if together > 1 else max(PIECE // width // TILE * TILE, TILE)
     for group in range(0, groups, together):
@@ -202,7 +242,12 @@ def _pieces(
         if not any(number in wanted for number in range(group, group + len(part))):
             continue
         for column in range(0, columns, step):
-            yield group, column, _operand(part[:, column : column + step], loader, width, by_column)
+            operand_gnK = _operand(part[:, column : column + step], loader, width, by_column)
+            if added_GN is not None:
+                added_gn = added_GN[group : group + together, column : column + step]
+                for place, values_gn in enumerate(_three_parts(added_gn), size):
+                    operand_gnK[..., place].copy_(values_gn)
+            yield group, column, operand_gnK
 
 
 def _operand(source_GNK: Tensor, loader: Loader, width: int, by_column: bool) -> Tensor:

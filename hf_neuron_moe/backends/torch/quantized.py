@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, column_tiles
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import Rows
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
-from hf_neuron_moe.backends.torch.gating import SILU, Gating
+from hf_neuron_moe.backends.torch.gating import Gating, gating_of
 from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 
@@ -51,12 +50,13 @@ class _QuantizedRows(RowSource):
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """``silu(gate) * up [* scale]``, rounded to bf16 and quantized along I, which zeros extend to `width`."""
+    """``act(gate) * up [* scale]``, rounded to bf16 and quantized along I, which zeros extend to `width`."""
 
     loader: Loader
     scheme: str
     width: int
     scale_R1: Tensor | None
+    gating: Gating
     needs_gate: bool = True
 
     def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
@@ -64,7 +64,7 @@ class _Epilogue:
 
     def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:
         """Return the down projection's operand."""
-        product = F.silu(gate_RI, inplace=True).mul_(up_RI)
+        product = self.gating.intermediate_(gate_RI, up_RI)
         if self.scale_R1 is not None:
             product.mul_(self.scale_R1[rows.part])
         scratch, real = self.loader.scratch, columns.length
@@ -76,11 +76,11 @@ class _Epilogue:
 
 
 def quantized_forward(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Checkpoints) -> Tensor:
-    """Return the sum of each token's rows, fp32 ``[T, H]``, and save gate and up pre-activations, either or none.
+    """Return the sum of each token's rows without down biases, fp32 ``[T, H]``, and save gate and up, either or none.
 
     `x_TH` is bf16, or fp32 holding such values. With words the rows' factors multiply the output.
     """
-    loader, sums = Loader(_FORWARD, call_scratch(x_TH.device)), rows.sums(x_TH)
+    loader, sums, gating = Loader(_FORWARD, call_scratch(x_TH.device)), rows.sums(x_TH), gating_of(stack.gate)
     x = _QuantizedRows(x_TH, rows.token_R, loader=loader, scheme=stack.gate_up_layout.scheme)
     for expert, start, end in rows.runs:
         weights = stack.expert(None if rows.token_R is None else expert)
@@ -90,9 +90,9 @@ def quantized_forward(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Chec
             first = columns.start == 0
             part_RH = out_RH if first else loader.scratch.get("quantized_out", tuple(out_RH.shape), torch.float32)
             inside_R1 = None if afterwards else scale_R1
-            epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, inside_R1)
+            epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, inside_R1, gating)
             tile, kept = _tile(weights, columns, loader), _part(save, start, end, columns)
-            ffn_forward(x.rows(start, end), tile, loader, part_RH, save=kept, epilogue=epilogue)
+            ffn_forward(x.rows(start, end), tile, loader, part_RH, save=kept, epilogue=epilogue, gating=gating)
             if not first:
                 out_RH.add_(part_RH)
         if afterwards and scale_R1 is not None:
@@ -110,7 +110,7 @@ def quantized_backward(
     d_scale_R: Tensor | None,
     *,
     wants_input: bool,
-    gating: Gating = SILU,
+    gating: Gating,
 ) -> Tensor | None:
     """Return the gradient of the tokens ``[T, H]`` and fill that of the rows' factors; there are no others.
 
@@ -132,7 +132,7 @@ def quantized_backward(
             part_R = None if d_scale_R is None else scratch.get("quantized_scale", (end - start,), torch.float32)
             tile, kept = _tile(weights, columns, loader), _part(saved, start, end, columns)
             if len(x_TH):
-                kept = _completed(kept, x.rows(start, end), tile, forward)
+                kept = _completed(kept, x.rows(start, end), tile, forward, gating)
             grads, scale_R1 = FFNGrads(None, part_RH, part_R), rows.scale(start, end)
             # Of the forward's input only the number of rows is read.
             FFNBackward(dout, dout, tile, loader, grads, kept, scale_R1, gating=gating).run()
@@ -156,6 +156,7 @@ def _tile(weights: MXExpertStack, columns: slice, loader: Loader) -> FFNWeights:
         weights.gate_up.values(gate, every, gate_IH),
         weights.gate_up.values(up, every, up_IH),
         weights.down.values(every, columns, down_HI)[:, :size],
+        *(None if weights.gate_up_bias is None else weights.gate_up_bias[part] for part in (gate, up)),
     )
 
 
@@ -169,11 +170,11 @@ def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Che
     return Checkpoints(part(rows.gate), part(rows.up))
 
 
-def _completed(kept: Checkpoints, x: RowSource, tile: FFNWeights, forward: Loader) -> Checkpoints:
+def _completed(kept: Checkpoints, x: RowSource, tile: FFNWeights, forward: Loader, gating: Gating) -> Checkpoints:
     """Make the missing pre-activations of a part of the intermediate axis again, rounded to bf16 as kept ones are."""
     gate_RI, up_RI = (
         x.values.new_empty((len(x), len(tile.up_IH)), dtype=torch.bfloat16) if part is None else None
         for part in (kept.gate, kept.up)
     )
-    project_gate_up(x, tile, forward, gate_RI, up_RI)
+    project_gate_up(x, tile, forward, gate_RI, up_RI, gating)
     return Checkpoints(kept.gate if gate_RI is None else gate_RI, kept.up if up_RI is None else up_RI)

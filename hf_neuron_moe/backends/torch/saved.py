@@ -4,24 +4,27 @@ Legend: R rows, I intermediate, H hidden, G groups of a row.
 
 The FP8 form is COAT's ("Compressing Optimizer States and Activation for Memory-Efficient FP8 Training", ICLR 2025):
 e4m3 codes, ``value = code * scale``. Groups have 64 elements, where COAT has 16, so that the scales cost 3 % instead of
-12 %; the last group of a row may be shorter.
+12 %; the last group of a row may be shorter. Values at or beyond a limit have a code of their own: rounding would move
+half of the values near a limit to its other side, and their gradients would come or go.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gating import Gating, Limits, clip_
 from hf_neuron_moe.formats.constants import E4M3FN
 from hf_neuron_moe.formats.elements import round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON, group_dequantize_fp8, group_quantize_fp8
 
 GROUP = 64  # elements that share a scale
+_AT_LIMIT = (0x7F, 0xFF)  # codes of what is at or beyond the upper and the lower limit; e4m3 has them for NaN
 
 
 @dataclass(frozen=True)
@@ -33,35 +36,62 @@ class FP8Rows:
 
     codes: Tensor
     scales: Tensor
+    limits: Limits = (None, None)
+    """Upper and lower limit of the values. Those at or beyond one are stored as a code of their own, so that a mask
+    read from what is taken is that of the values that were put."""
 
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
     def rows(self, start: int, end: int) -> FP8Rows:
-        return FP8Rows(self.codes[start:end], self.scales[start:end])
+        return replace(self, codes=self.codes[start:end], scales=self.scales[start:end])
 
     def columns(self, part: slice) -> FP8Rows:
         """Return views of the columns of `part`, which starts at a whole group."""
-        return FP8Rows(self.codes[:, part], self.scales[:, _groups(part)])
+        return replace(self, codes=self.codes[:, part], scales=self.scales[:, _groups(part)])
 
     def put(self, rows: slice, columns: slice, values: Tensor) -> Tensor:
         """Save a tile that starts at a whole group; return its values rounded to bf16, which is what is quantized."""
         rounded = values.to(torch.bfloat16)
         if not rounded.numel():
             return rounded
-        codes, scales = group_quantize_fp8(F.pad(rounded, (0, -rounded.shape[1] % GROUP)), GROUP)
-        self.codes[rows, columns] = codes.view(torch.uint8)[:, : rounded.shape[1]]
+        stored = clip_(rounded.clone(), self.limits) if self.limited else rounded
+        padded, scales = group_quantize_fp8(F.pad(stored, (0, -rounded.shape[1] % GROUP)), GROUP)
+        codes = padded.view(torch.uint8)[:, : rounded.shape[1]]
+        for limit, code, beyond in zip(self.limits, _AT_LIMIT, (torch.ge, torch.le), strict=True):
+            if limit is not None:
+                codes = codes.masked_fill(beyond(rounded.float(), limit), code)
+        self.codes[rows, columns] = codes
         self.scales[rows, _groups(columns)] = scales
         return rounded
 
     def take(self, rows: slice, columns: slice) -> Tensor:
-        """Return a tile that starts at a whole group, fp32."""
+        """Return a tile that starts at a whole group, fp32: what was at or beyond a limit is the limit."""
         codes, scales = self.codes[rows, columns], self.scales[rows, _groups(columns)]
         if not codes.numel():
             return codes.to(torch.float32)
         padded = F.pad(codes, (0, -codes.shape[1] % GROUP)).contiguous().view(torch.float8_e4m3fn)
-        return group_dequantize_fp8(padded, scales)[:, : codes.shape[1]]
+        values = group_dequantize_fp8(padded, scales)[:, : codes.shape[1]]
+        return self._within_limits(values, codes, scales) if self.limited else values
+
+    @property
+    def limited(self) -> bool:
+        return self.limits != (None, None)
+
+    def _within_limits(self, values: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        """Put the limits where their codes are, and nothing else on or beyond them."""
+        inside = tuple(
+            None if limit is None else float(torch.tensor(limit, dtype=torch.float32).nextafter(torch.tensor(-away)))
+            for limit, away in zip(self.limits, (math.inf, -math.inf), strict=True)
+        )
+        values = clip_(values, (inside[0], inside[1]))
+        # A group with a NaN or an infinity has no usable scale, and is NaN throughout.
+        usable = scales.isfinite().repeat_interleave(GROUP, dim=1)[:, : codes.shape[1]]
+        for limit, code in zip(self.limits, _AT_LIMIT, strict=True):
+            if limit is not None:
+                values = values.masked_fill((codes == code) & usable, limit)
+        return values
 
 
 class StoredRows(Protocol):
@@ -110,16 +140,17 @@ class FP8Gating(Gating):
     rounds_itself = True
 
     def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
-        """Write ``v1`` into `act` and ``v1 * v2`` into `out`; return `out`."""
-        _round_groups_(self.activation(gate, out=act))
-        return torch.mul(act, up, out=out)
+        """Write ``v1`` into `act` and ``v1 * v2`` into `out`; return `out`. Without a gate, act(up) into both."""
+        if self.skip_gate:
+            return super().product(gate, up, out, act)
+        return torch.mul(_round_groups_(self.activation(gate, out=act)), self.up_value(up), out=out)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write ``bf16(factor) * act'(values)`` into `out`."""
         return super().slope(values, factor.copy_(factor.to(torch.bfloat16)), out)
 
 
-def _round_groups_(values_RI: Tensor) -> None:
+def _round_groups_(values_RI: Tensor) -> Tensor:
     """Round fp32 `values_RI` to group FP8 in place as ``fp8_silu_forward`` does: divided by the unrounded scale."""
     columns = values_RI.shape[1]
     groups_RGQ = F.pad(values_RI, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
@@ -127,7 +158,7 @@ def _round_groups_(values_RI: Tensor) -> None:
     scale_RG1 = groups_RGQ.abs().amax(-1, keepdim=True).add_(SCALE_EPSILON).div_(largest)
     codes = round_to_fp8_(groups_RGQ / scale_RG1, E4M3FN)
     rounded = codes.to(torch.float32).mul_(scale_RG1.to(torch.bfloat16).to(torch.float32))
-    values_RI.copy_(rounded.flatten(1)[:, :columns])
+    return values_RI.copy_(rounded.flatten(1)[:, :columns])
 
 
 def _groups(columns: slice) -> slice:

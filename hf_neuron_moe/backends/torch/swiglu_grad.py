@@ -54,20 +54,21 @@ class SwiGLUGrad(NamedTuple):
             gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
             return
-        mask_(torch.mul(act, d_int, out=d_up), up, gating.up_limits)
+        gating.up_slope_(torch.mul(act, d_int, out=d_up), up)
+        up_value = gating.up_value(up)
         if self.mx and not gating.rounds_itself:
             one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
             slope = self.round_(gating.slope(gate, one, out=d_gate))
-            self.round_(slope.mul_(up)).mul_(d_int)
+            self.round_(slope.mul_(up_value)).mul_(d_int)
         else:
-            gating.slope(gate, d_int.mul_(up), out=d_gate)
+            gating.slope(gate, d_int.mul_(up_value), out=d_gate)
         mask_(d_gate, gate, gating.gate_limits)
 
     def _activate(
         self, gate: Tensor, up: Tensor, act: Tensor, product: Tensor, kept_act: Tensor | None, kept: Tensor | None
     ) -> None:
         """Fill `act` and `product` from what was kept, or compute them as the precision rounds them."""
-        if not self.mx or self.gating.rounds_itself:
+        if not self.mx or self.gating.rounds_itself or self.gating.skip_gate:
             self.gating.product(gate, up, out=product, act=act)
             return
         if kept_act is not None:
@@ -77,4 +78,4 @@ class SwiGLUGrad(NamedTuple):
         if kept is not None:
             product.copy_(kept)
         else:
-            self.round_(torch.mul(act, up, out=product))
+            self.round_(torch.mul(act, self.gating.up_value(up), out=product))

@@ -188,8 +188,9 @@ class Projections:
     Up is multiplied in two parts where `up_cut`, a number of columns of the whole axis, lies within the span: those
     that ``"minimal"`` keeps, and the rest. Every policy cuts there, so that all have the same sums.
 
-    A `gate_IH` of None is not multiplied. `up_from` is the first column of the span that is wanted of up: 0, the place
-    of the cut, or the span's length.
+    `added`, of the gate and of up, are added to the sums: fp32 ``[I]``, or None. A `gate_IH` of None is not
+    multiplied. `up_from` is the first column of the span that is wanted of up: 0, the place of the cut, or the span's
+    length.
     """
 
     def __init__(
@@ -200,8 +201,10 @@ class Projections:
         span: Span,
         up_cut: int | None = None,
         up_from: int = 0,
+        added: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         self.loader, self.width = loader, loader.width(up_IH.shape[1])
+        self.gate_added_I, self.up_added_I = (None if part_I is None else part_I[span.part] for part_I in added)
         self.gate_IH: Tensor | None = None
         if gate_IH is not None:
             operand_IH = loader.load("gate", gate_IH[span.part], (span.size, self.width), mx_axis=1)
@@ -224,9 +227,12 @@ class Projections:
     def gate(self, x_RH: Tensor, out_RI: Tensor, rows: int) -> Tensor:
         """Return the gate's sums, as :func:`~hf_neuron_moe.backends.torch.cpu.matmul.matmul` does with `out_RI`."""
         assert self.gate_IH is not None
-        return matmul(x_RH, self.gate_IH.t(), out_RI, rows)
+        sums_RI = matmul(x_RH, self.gate_IH.t(), out_RI, rows)
+        return sums_RI if self.gate_added_I is None else sums_RI.add_(self.gate_added_I)
 
     def up_into(self, out_RI: Tensor, x_RH: Tensor) -> None:
         """Write the wanted columns of up into their places in `out_RI`, as wide as the span."""
         for begin, end, operand_IH in self.up_parts:
             matmul_into(out_RI[:, begin:end], x_RH, operand_IH.t(), accumulate=False)
+            if self.up_added_I is not None:
+                out_RI[:, begin:end].add_(self.up_added_I[begin:end])

@@ -111,7 +111,8 @@ class Comparison:
         for piece in sorted(self._manifest.weights[weight], key=lambda piece: piece.start):
             if piece.holds_experts or piece.expert == expert:
                 matrix = self._source.read(piece.file, piece.source, expert if piece.holds_experts else None)
-                rows.append(matrix.t() if piece.transposed else matrix)
+                matrix = matrix.t() if piece.transposed else matrix
+                rows += [matrix[0::2], matrix[1::2]] if piece.interleaved else [matrix]
         return torch.cat(rows)
 
     def pairs(self, weight: str, expert: int | None, original_FK: Tensor) -> Iterator[Pair]:
@@ -120,7 +121,8 @@ class Comparison:
         ranks = len({rank for _, rank in groups})
         manifest = self._manifest
         bf16_floor = BF16_FLOOR_DB if any(map(manifest.was_rounded, manifest.weights[weight])) else math.inf
-        mx_floor = MX_FLOORS_DB.get(manifest.options.precision, {}).get(manifest.options.rule, math.inf)
+        options = manifest.options.of(weight)
+        mx_floor = MX_FLOORS_DB.get(options.precision, {}).get(options.rule, math.inf)
         for tensors in groups.values():
             scales = next((tensor for tensor in tensors if tensor.layout in SCALES), None)
             (values,) = [tensor for tensor in tensors if tensor is not scales]

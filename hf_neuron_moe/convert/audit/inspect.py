@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_neuron_moe.convert.assign import read_checkpoint
 from hf_neuron_moe.convert.audit.compare import Comparison, in_db, number
 from hf_neuron_moe.convert.audit.manifest_check import disagreements
-from hf_neuron_moe.convert.io.folder import check_checkpoint, is_conversion
+from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
+from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, is_conversion
 from hf_neuron_moe.convert.io.source import damaged, read_header, read_source
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, grouped, load_manifest
 from hf_neuron_moe.convert.notes import left_facts, left_notes
+from hf_neuron_moe.convert.source_formats import METHODS, QUANTIZATION_CONFIG
 from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, public
 
@@ -108,9 +112,7 @@ def inspect_checkpoint(
             expected = "left out for an ordinary checkpoint, which was made of nothing"
             fix = "Give a folder that `hf-neuron-moe convert` wrote, or leave the option out."
             raise ConfigError.about("source", expected, f"{source} with {directory}, which has no {MANIFEST_FILE}", fix)
-        found = read_source(directory).tensors.values()
-        tensors = [TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, "Hugging Face") for t in found]
-        return InspectReport(directory, "checkpoint", {}, tuple(tensors))
+        return _checkpoint(directory)
     manifest = load_manifest(directory)
     for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
         read_header(directory / file)
@@ -123,7 +125,34 @@ def inspect_checkpoint(
         TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, t.layout, _details(t), errors.get(t.name))
         for t in manifest.tensors
     ]
-    return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors), manifest.left)
+    options = asdict(manifest.options)
+    if manifest.source_format is not None:
+        options["source"] = manifest.source_format.method
+    return InspectReport(directory, "conversion", options, tuple(tensors), manifest.left)
+
+
+def _checkpoint(directory: Path) -> InspectReport:
+    """Describe an ordinary checkpoint; of a quantized one that can be converted, which tensors are codes and scales."""
+    source, method = read_source(directory), _method(directory)
+    layouts: dict[str, str] = {}
+    if method in METHODS:
+        found = read_checkpoint(directory)
+        for each in found.encodings.values():
+            size = " x ".join(map(str, each.block))
+            layouts |= {each.codes.name: f"codes, blocks of {size}", each.scales.name: f"scales, blocks of {size}"}
+        layouts |= {tensor.name: "not used" for tensor in (found.format.unused if found.format is not None else ())}
+    tensors = [
+        TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, layouts.get(t.name, "Hugging Face"))
+        for t in source.tensors.values()
+    ]
+    return InspectReport(directory, "checkpoint", {} if method is None else {"source": method}, tuple(tensors))
+
+
+def _method(directory: Path) -> str | None:
+    """The quantization method that config.json names, as far as it can be read: nothing else here needs it."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return printable(str(read_json(directory / CONFIG_FILE, MAX_CONFIG_BYTES)[QUANTIZATION_CONFIG]["quant_method"]))
+    return None
 
 
 def _check_source(source: Path, manifest: Manifest) -> None:
@@ -145,7 +174,7 @@ def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progres
         raise damaged(f"{directory}/{MANIFEST_FILE}", "a manifest with the pieces of every weight", repr(min(missing)))
     step = counting(progress, sum(piece.nbytes for weight in weights for piece in manifest.weights[weight]))
     errors: dict[str, list[float]] = {}
-    with open_tensors(source) as original, open_tensors(directory) as stored:
+    with open_tensors(source, manifest.encodings) as original, open_tensors(directory) as stored:
         comparison = Comparison(manifest, original, stored)
         for weight in weights:
             for expert in comparison.experts_of(weight):

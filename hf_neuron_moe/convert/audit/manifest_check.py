@@ -37,6 +37,9 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], o
     experts = experts_in(pieces)
     shape = (max(piece.rows.stop for piece in pieces), _columns(pieces[0]))
     fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces))
+    alone = fused.is_gate_up and len(pieces) == 1 and pieces[0].transposed
+    if any(piece.interleaved for piece in pieces) and not alone:
+        return ["made of interleaved tensors that are no gate_up weight"]
     if {piece.dtype for piece in pieces} - WEIGHT_DTYPES.keys() or (fused.is_gate_up and shape[0] % 2):
         return ["made of tensors that no weight is made of"]
     facts = [replace(tensor, file="", checksum="") for tensor in tensors]  # which the options do not decide

@@ -153,7 +153,7 @@ def _check_conversion(report: VerifyReport, manifest: Manifest, on_nonfinite: st
 
 
 def _probe(report: VerifyReport, manifest: Manifest, source: Path, probes: int, seed: int) -> None:
-    with open_tensors(source) as original, open_tensors(report.directory) as stored:
+    with open_tensors(source, manifest.encodings) as original, open_tensors(report.directory) as stored:
         report.probes = probe_layers(manifest, original, stored, probes, seed)
     report.add("probe", [(probe.layer, fault) for probe in report.probes for fault in probe.faults])
     layers = len({probe.layer for probe in report.probes})

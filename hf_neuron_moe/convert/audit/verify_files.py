@@ -127,7 +127,12 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[list[tup
     except ConversionError as error:
         return [("source", str(error))], covered
     tensors = {t.name: (t.file, t.dtype, t.shape) for header in headers for t in header.values()}
-    pieces = {piece.source: (piece.file, piece.dtype, piece.shape) for piece in manifest.pieces}
+    pieces = {
+        piece.source: (piece.file, piece.dtype, piece.shape)
+        for piece in manifest.pieces
+        if piece.source not in manifest.encodings
+    }
+    pieces |= {part.name: (part.file, part.dtype, part.shape) for part in manifest.coded}
     for name in _unlike(pieces, tensors):
         alone = "not converted" if name in tensors else "not in the source"
         both = name in tensors and name in pieces

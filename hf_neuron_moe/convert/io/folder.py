@@ -10,6 +10,7 @@ from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json
 from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, inside, read_index
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, with_article
+from hf_neuron_moe.precision_map import spelled
 
 CONFIG_FILE = "config.json"
 
@@ -99,7 +100,7 @@ def _options_of(directory: Path) -> str:
     """The conversion's options in brackets, as far as its manifest can be read."""
     try:
         options = read_json(directory / MANIFEST_FILE, MAX_MANIFEST_BYTES)["options"]
-        return f" (precision {options['precision']}, layout {options['layout']})"
+        return f" (precision {spelled(options['precision'])}, layout {options['layout']})"
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

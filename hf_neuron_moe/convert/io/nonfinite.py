@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -19,12 +20,34 @@ _EXPONENTS = {
 """Integers of the same width, and the bits of infinity: anything above it in magnitude is NaN."""
 
 
-def check_or_count(values: torch.Tensor, on_nonfinite: str, counts: Counter[str], *, file: str, name: str) -> None:
-    """Refuse NaN and infinity with ``"error"``; with ``"keep"`` add their number to that of tensor `name`."""
+class Place(NamedTuple):
+    """Where a matrix of values lies in its tensor."""
+
+    expert: int | None  # Index on the first of three axes; None for a tensor without it
+    row: int  # Of the first value
+    columns: slice
+
+    def of(self, row: int, column: int) -> list[int]:
+        """Indices in the tensor of a value, given its indices in the matrix."""
+        own = [self.row + row, self.columns.start + column * (self.columns.step or 1)]
+        return own if self.expert is None else [self.expert, *own]
+
+
+def check_or_count(
+    values: torch.Tensor, on_nonfinite: str, counts: Counter[str], *, file: str, name: str, at: Place | None = None
+) -> None:
+    """Refuse NaN and infinity with ``"error"``; with ``"keep"`` add their number to that of tensor `name`.
+
+    With `at`, the error names the first one's place in the tensor.
+    """
     bad = count_nonfinite(values)
     if bad and on_nonfinite == "error":
+        got = f"{bad:,} NaN or infinite ones"
+        if at is not None:
+            row, column = (~values.isfinite()).nonzero()[0].tolist()
+            got += f", the first at {at.of(row, column)}"
         fix = "Repair the checkpoint, or convert it as it is with --on-nonfinite keep."
-        raise SourceDamageError.about(f"{file}: {name}", "of finite values", f"{bad:,} NaN or infinite ones", fix)
+        raise SourceDamageError.about(f"{file}: {name}", "of finite values", got, fix)
     counts[name] += bad
 
 

@@ -70,6 +70,30 @@ class SourceTensor:
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """How a source stores the values of a tensor: as codes, with a scale for each block of them."""
+
+    codes: SourceTensor  # ``[(E,) N, K]`` of FP8, ``[(E,) N, K/2]`` of packed FP4, or ``[(E,) N, K/32, 16]`` of MXFP4
+    scales: SourceTensor  # One per block of the matrices ``[N, K]``
+    block: tuple[int, ...]  # Rows and columns of a block; the last of an axis may be partial
+    transposed: bool = False  # The tensor of values holds every matrix transposed: ``[(E,) K, N]``
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """What a quantized checkpoint is, beyond the tensors of values that are made of it."""
+
+    method: str  # ``quant_method`` of its ``quantization_config``
+    encodings: dict[str, Encoding]  # By the name of the tensor of values, which is always bf16
+    unused: tuple[SourceTensor, ...] = ()  # Tensors for quantized activations, which no kernel here reads
+
+
+@dataclass(frozen=True)
 class SourceCheckpoint:
     """A folder of safetensors files: its tensors by name, in the files' own order."""
 
@@ -78,6 +102,12 @@ class SourceCheckpoint:
     tensors: Mapping[str, SourceTensor]
     metadata: Mapping[str, Mapping[str, str]]  # ``__metadata__`` of each file
     index_metadata: Mapping[str, Any] | None = None  # ``metadata`` of the index, such as the number of parameters
+    format: SourceFormat | None = None  # Of a quantized checkpoint, whose `tensors` are then those of values
+
+    @property
+    def encodings(self) -> dict[str, Encoding]:
+        """How those tensors are stored that are codes in the files, by name."""
+        return {} if self.format is None else self.format.encodings
 
 
 def damaged(subject: str, expected: str, got: object) -> SourceDamageError:

@@ -6,25 +6,30 @@ Files are read, not mapped: a failing disk or a shrinking file is then an error 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 
 import torch
 
-from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceTensor, damaged, nbytes_of, read_header
+from hf_neuron_moe.convert.io.encoded import read_values, value_chunks
+from hf_neuron_moe.convert.io.source import TORCH_DTYPES, Encoding, SourceTensor, damaged, nbytes_of, read_header
 from hf_neuron_moe.convert.transaction import disk
 
 CHUNK_BYTES = 1 << 20  # Read at a time where they are only passed on: what fits a core's cache
 
 
 class TensorReader:
-    """Access to the tensors of a folder's files; the caller holds the memory of what it read."""
+    """Access to the tensors of a folder's files; the caller holds the memory of what it read.
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    Tensors named in `encodings` are codes in the files: their values are read, as bf16.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack, encodings: Mapping[str, Encoding]) -> None:
         self._directory = directory
         self._stack = stack
+        self._encodings = encodings
         self._files: dict[str, tuple[FileIO, dict[str, SourceTensor]]] = {}
         self._lock = threading.Lock()
 
@@ -39,8 +44,23 @@ class TensorReader:
         """Read a tensor; with an expert index, that entry of its first axis; with rows, these of its then first axis.
 
         `rows` is a range without step. `buffer` are bytes to read into, at least as many as are read: memory that was
-        used before costs less than new.
+        used before costs less than new. Values of codes do not use it.
         """
+        if name in self._encodings:
+            return read_values(self._read_stored, self._encodings[name], expert, rows)
+        return self._read_plain(file, name, expert, buffer, rows)
+
+    def _read_stored(self, stored: SourceTensor, expert: int | None, rows: slice | None) -> torch.Tensor:
+        """Read a tensor of codes or scales as it lies in its file."""
+        found = self._find(stored.file, stored.name)[1]
+        if (found.dtype, found.shape) != (stored.dtype, stored.shape):
+            expected = f"{stored.dtype} of shape {list(stored.shape)}"
+            raise damaged(f"{stored.file}: {stored.name}", expected, f"{found.dtype} of shape {list(found.shape)}")
+        return self._read_plain(stored.file, stored.name, expert, None, rows)
+
+    def _read_plain(
+        self, file: str, name: str, expert: int | None, buffer: torch.Tensor | None, rows: slice | None
+    ) -> torch.Tensor:
         handle, tensor = self._find(file, name)
         shape, start = tensor.shape, tensor.start
         if expert is not None:
@@ -55,7 +75,14 @@ class TensorReader:
         return data.view(TORCH_DTYPES[tensor.dtype]).view(shape)
 
     def chunks(self, file: str, name: str) -> Iterator[torch.Tensor]:
-        """Read a tensor's bytes in parts of :data:`CHUNK_BYTES` at most; one is valid until the next is asked for."""
+        """Read a tensor's bytes in parts of :data:`CHUNK_BYTES` at most; one is valid until the next is asked for.
+
+        The values of codes come in parts of :data:`~hf_neuron_moe.convert.io.encoded.ROWS_BYTES`.
+        """
+        if name in self._encodings:
+            for values in value_chunks(self._read_stored, self._encodings[name]):
+                yield values.view(torch.uint8).flatten()
+            return
         handle, tensor = self._find(file, name)
         buffer = torch.empty(min(CHUNK_BYTES, tensor.nbytes), dtype=torch.uint8)
         for position in range(0, tensor.nbytes, CHUNK_BYTES):
@@ -81,7 +108,7 @@ class TensorReader:
 
 
 @contextmanager
-def open_tensors(directory: Path) -> Iterator[TensorReader]:
-    """Open a folder's files as they are needed and close them at the end."""
+def open_tensors(directory: Path, encodings: Mapping[str, Encoding] | None = None) -> Iterator[TensorReader]:
+    """Open a folder's files as they are needed and close them at the end; `encodings` say which tensors are codes."""
     with ExitStack() as stack:
-        yield TensorReader(directory, stack)
+        yield TensorReader(directory, stack, encodings or {})

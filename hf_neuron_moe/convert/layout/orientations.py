@@ -124,6 +124,7 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None 
 
     Values, then their scales if quantized, for each orientation in turn. A size that does not fit is a ConversionError.
     """
+    options = options.of(weight.name)
     part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
     if not _is_quantized(weight, options):
         return (_bf16_form(weight, options, part),)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from hf_neuron_moe.convert.io.nonfinite import check_or_count
+from hf_neuron_moe.convert.io.nonfinite import Place, check_or_count
 from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.layout.orientations import SCALES, StoredForm, bf16_layout, matrix_shape
@@ -113,13 +113,17 @@ def store(
         matrix_FK.zero_()
     for expert in range(weight.shape[0]) if weight.has_experts else (None,):
         for piece in (piece for piece in weight.pieces if piece.expert in (None, expert)):
-            for rows, columns, row, column in _reads(piece, part):
+            index = expert if piece.holds_experts else None
+            for rows, places in _reads(piece, part):
                 with naming("convert"):
-                    values = read(piece, expert if piece.holds_experts else None, rows)[:, columns]
-                    check_or_count(values, on_nonfinite, kept, file=piece.file, name=piece.source)
-                values = _rows_first(values, piece)
-                place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
-                rounded[piece.source] += _copy(place, values)
+                    read_rows = read(piece, index, rows)
+                for columns, row, column in places:
+                    values, at = read_rows[:, columns], Place(index, rows.start, columns)
+                    with naming("convert"):
+                        check_or_count(values, on_nonfinite, kept, file=piece.file, name=piece.source, at=at)
+                    values = _rows_first(values, piece)
+                    place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
+                    rounded[piece.source] += _copy(place, values)
         if view is None:
             encode(matrix_FK, forms, stored, gate_up=weight.is_gate_up)
         yield stored
@@ -139,7 +143,7 @@ def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) ->
             stored = [read(index, expert) for index in indices]
             view = _view_of(layouts[0], expert is not None)
             for block in part.blocks(piece.rows):
-                place_FK = target_FK[block.rows, block.columns]
+                place_FK = target_FK[piece.source_rows(block.rows), block.columns]
                 rows = slice(block.row, block.row + len(place_FK))
                 chunks = decode(layouts, stored, part, rows) if view is None else [(0, view(stored[0])[rows])]
                 for start, values_FK in chunks:
@@ -147,16 +151,21 @@ def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) ->
     return out
 
 
-def _reads(piece: Piece, part: Part) -> Iterator[tuple[slice, slice, int, int]]:
-    """Rows to read together of a piece, columns to take of them, and the row and column in the part's matrix."""
+def _reads(piece: Piece, part: Part) -> Iterator[tuple[slice, list[tuple[slice, int, int]]]]:
+    """Rows to read together of a piece, and which columns of them go to which row and column of the part's matrix."""
     step = _rows_per_read(piece)
-    for block in part.blocks(piece.rows):
-        # Rows of the source are rows of the block, or its columns where the source is transposed.
-        wanted, others = (block.columns, block.rows) if piece.transposed else (block.rows, block.columns)
+    blocks = list(part.blocks(piece.rows))
+    if not piece.transposed:
+        for block in blocks:
+            for start in range(block.rows.start, block.rows.stop, step):
+                place = (block.columns, block.row + start - block.rows.start, 0)
+                yield slice(start, min(start + step, block.rows.stop)), [place]
+        return
+    # Rows of the source are columns of the blocks, the same ones of all.
+    for wanted in [block.columns for block in blocks[:1]]:
         for start in range(wanted.start, wanted.stop, step):
-            done = start - wanted.start
-            row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
-            yield slice(start, min(start + step, wanted.stop)), others, row, column
+            places = [(piece.source_rows(block.rows), block.row, start - wanted.start) for block in blocks]
+            yield slice(start, min(start + step, wanted.stop)), places
 
 
 def _rows_per_read(piece: Piece) -> int:

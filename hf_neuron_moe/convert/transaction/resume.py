@@ -47,6 +47,7 @@ def fingerprint(plan: ConversionPlan) -> str:
         "version": __version__,
         "options": asdict(plan.options),
         "files": {file: (source.directory / file).stat().st_size for file in source.files},
+        "format": None if source.format is None else asdict(source.format),
         "source": {name: [t.file, t.dtype, t.shape, t.start] for name, t in source.tensors.items()},
         "weights": {name: [asdict(piece) for piece in weight.pieces] for name, weight in plan.weights.items()},
         "tensors": [asdict(tensor) for tensor in plan.tensors],

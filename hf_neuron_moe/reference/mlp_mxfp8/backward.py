@@ -17,7 +17,7 @@ from hf_neuron_moe.errors import ConfigError, DTypeError, public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.launch_record import note_launch
 from hf_neuron_moe.reference.mlp_mxfp8 import phases
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import PHASES, PROJECTIONS, MlpBwdMatmulConfig
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import PHASES, PROJECTIONS, MlpBwdMatmulConfig, counted_configs
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
     KernelCall,
@@ -26,7 +26,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     check_logical,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.recompute import CHECKPOINTS, recompute_missing
-from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_configs
 from hf_neuron_moe.reference.moe_types import ClampLimits
 from hf_neuron_moe.reference.specification import multiples
 

@@ -16,7 +16,7 @@ from hf_neuron_moe.checks import check_multiple, check_same_device
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor, check_raw_axis
 from hf_neuron_moe.reference.mlp_mxfp8.backward import MLPBackward, run_backward
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import get_backward_config_for_shape
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import counted_configs, get_backward_config_for_shape
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
     KernelCall,
@@ -24,33 +24,17 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     check_logical,
     check_no_mix_at_384,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_configs
-from hf_neuron_moe.reference.specification import multiples
+from hf_neuron_moe.reference.specification import described_function, multiples
 
 _MULTIPLES = multiples("mlp_backward")
 get_config_for_shape = get_backward_config_for_shape
 """Upstream's name for it in the backward's module."""
 
-_OPERANDS = {
-    "output_hidden_states_grad": ("output_grad", "H", "S"),
-    "down_proj_weight_T": ("down_weight", "H", "I"),
-    "gate_proj_weight_T": ("gate_weight", "I", "H"),
-    "up_proj_weight_T": ("up_weight", "I", "H"),
-    "hidden_states_T": ("hidden_states_T", "S", "H"),
-    "hidden_states": ("hidden_states", "H", "S"),
-    "gate_up_weights": ("gate_up_weights", "H", "2I"),
-    "output_grad_T": ("output_grad_T", "S", "H"),
-    "hidden_T": ("hidden_T", "S", "I"),
-}
+_FUNCTION = described_function("mlp_backward", "mlp_backward_mxfp8_nki_2_30")
+_OPERANDS: dict[str, tuple[str, str, str]] = _FUNCTION["operands"]
 """Argument: prefix of its ``_scales`` and ``_is_swizzled``, contraction axis, free axis."""
 
-_RENAMED = {
-    "output_hidden_states_grad": "output_grad",
-    "down_proj_weight_T": "down_weight_T",
-    "hidden_T": "intermediate_T",
-    "hidden": "intermediate",
-    "silu_up_mul_gate_grad_T": "scratch",
-}
+_RENAMED: dict[str, str] = _FUNCTION["renamed"]
 """Tensors that :func:`run_backward` knows under another name; buffers without their ``_scratch``."""
 
 

@@ -1,4 +1,4 @@
-"""How matmuls are tiled on the device: records of nki-library 2.31 for single ones, tile counts of 2.30 by shape.
+"""How matmuls are tiled on the device: records of nki-library 2.31 for single ones, tile counts of 2.30.
 
 They change the order of the device's fp32 sums at most, never a quantized value. Here they are checked, and set the
 order of the sums of ``execute="tiles"``. Letters: M, N rows and columns of the result, K contraction axis.
@@ -9,15 +9,18 @@ counts by shape, which :class:`MlpBwdMatmulConfig` replaced in the backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
-from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules
+from hf_neuron_moe.checks import Rule, check_flags, check_multiple, check_record, check_rules
 from hf_neuron_moe.errors import ConfigError, not_one_of, public
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.reference.launch_record import check_positive_int
-from hf_neuron_moe.reference.mlp_mxfp8.on_chip import check_fits
+from hf_neuron_moe.reference.mlp_mxfp8.on_chip import Footprint, check_fits, product_footprint
+from hf_neuron_moe.reference.moe_types import check_switches
+from hf_neuron_moe.reference.specification import family
 
 TILE_M = 128  # rows of a tile: the tensor engine's partitions
 TILE_K = 512  # contraction elements of one MX matmul instruction
@@ -71,9 +74,7 @@ class MatmulMxfp8KernelConfig:
                 expected = f"a divisor of TILES_IN_BLOCK_{axis} = {block}"
                 fix = "A block is loaded in whole groups of tiles."
                 check_rules([Rule(block % load == 0, f"TILES_IN_LOAD_{axis}", expected, load, fix)])
-        flags = {each.name for each in fields(self) if isinstance(each.default, bool)}
-        flags |= set() if self.lnc_2_shard_rhs is None else {"lnc_2_shard_rhs"}
-        check_flags({name: getattr(self, name) for name in sorted(flags)})
+        check_switches(self)
         orders = ["mnk", "mkn", "nmk", "nkm", "kmn", "knm"]
         allowed = {"block_loop_order": orders, "tile_loop_order": orders}
         allowed |= {"float8_dtype": ["float8_e4m3fn"], "quant_scheme": [SwizzleScheme.WRAPX.value]}
@@ -151,15 +152,9 @@ def product_sizes(problem: Sizes, cores: int) -> dict[str, Sizes]:
     """Return M, K and N of one core's products for S, H and I of all cores, by the prefix of their tile counts."""
     S, H, inner = problem
     rows = S // cores
-    return {
-        "gate_up": (rows, H, inner),
-        "down": (rows, inner, H),
-        "phase1": (rows, H, inner),
-        "phase2": (rows, inner, H),
-        "phase3": (2 * inner // cores, S, H),
-        "phase4": (H // cores, S, inner),
-        "recompute": (rows, H, inner),
-    }
+    sizes = dict.fromkeys(("gate_up", "phase1", "recompute"), (rows, H, inner))
+    sizes |= dict.fromkeys(("down", "phase2"), (rows, inner, H))
+    return sizes | {"phase3": (2 * inner // cores, S, H), "phase4": (H // cores, S, inner)}
 
 
 def check_config(config: object, size: Sizes | None, *, argument: str) -> None:
@@ -226,20 +221,13 @@ class MlpBwdConfig(_TileCounts):
     recompute: Sizes = (8, 1, 8)
 
 
-_FORWARD = {
-    (4096, 4096, 12288): MlpFwdConfig((8, 2, 8), (8, 4, 8)),
-    (4096, 4096, 6144): MlpFwdConfig((8, 2, 8), (8, 4, 4)),
-    (4096, 4096, 3072): MlpFwdConfig((8, 2, 8), (8, 8, 2)),
-    (4096, 4096, 1536): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
-    (4096, 5120, 6400): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
-    (4096, 5120, 3200): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
-}
-_BACKWARD = {
-    (4096, 4096, 12288): MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8)),
-    (4096, 4096, 6144): MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8)),
-    (4096, 4096, 3072): MlpBwdConfig((8, 3, 8), (8, 4, 3), (4, 2, 8), (8, 3, 8), (8, 3, 8)),
-    (4096, 4096, 1536): MlpBwdConfig((8, 3, 8), (8, 8, 2), (2, 4, 8), (8, 3, 8), (8, 3, 8)),
-}
+def _recorded(name: str) -> dict[Sizes, dict[str, Sizes]]:
+    """Return the tile counts of a family that upstream recorded, by S, H and I and by the name of the matmul."""
+    rows = [{key: tuple(value) for key, value in row.items()} for row in family(name)["recorded_tiles"]]
+    return {row.pop("shape"): row for row in rows}
+
+
+_FORWARD, _BACKWARD = _recorded("mlp_forward"), _recorded("mlp_backward")
 
 
 @public
@@ -250,7 +238,7 @@ def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_si
     """
     _check_shape(seq_len, hidden_size, intermediate_size, lnc)
     if recorded := _FORWARD.get((seq_len, hidden_size, intermediate_size)):
-        return recorded
+        return MlpFwdConfig(**recorded)
     rows = seq_len // lnc
     m = _largest_divisor(_tiles(rows, min(TILE_M, rows)), (16, 8, 4, 2, 1))
     return MlpFwdConfig((m, _tiles(intermediate_size, TILE_N), 1), (m, _tiles(hidden_size, TILE_N), 1))
@@ -266,7 +254,7 @@ def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_s
     S, H, inner = problem = seq_len, hidden_size, intermediate_size
     sizes, recorded, chosen = product_sizes(problem, lnc), _BACKWARD.get(problem), {}
     sizes["phase3"] = (inner // lnc, S, H)  # as upstream sizes it, although a core has I of the 2I there
-    for name, (m, n, k) in vars(recorded or MlpBwdConfig()).items():
+    for name, (m, n, k) in (recorded or vars(MlpBwdConfig())).items():
         rows, contraction, columns = sizes[name]
         if recorded:
             k = _largest_divisor(_tiles(contraction, TILE_K), range(k, 0, -1))
@@ -281,9 +269,12 @@ def _check_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: in
     sizes = {"seq_len": seq_len, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
     for name, size in sizes.items():
         check_positive_int(name, size)
-    if lnc not in (1, 2):
-        raise ConfigError.about("lnc", "1 or 2 (cores per logical core)", repr(lnc), "Pass the launch's LNC.")
+    _check_lnc(lnc)
     check_positive_int("seq_len // lnc", seq_len // lnc)
+
+
+def _check_lnc(lnc: int) -> None:
+    check_rules([Rule(lnc in (1, 2), "lnc", "1 or 2 (cores per logical core)", repr(lnc), "Pass the launch's LNC.")])
 
 
 def _tiles(size: int, tile: int) -> int:
@@ -292,3 +283,67 @@ def _tiles(size: int, tile: int) -> int:
 
 def _largest_divisor(count: int, candidates: tuple[int, ...] | range) -> int:
     return next(candidate for candidate in candidates if count % candidate == 0)
+
+
+@public
+def footprint(
+    seq_len: int,
+    hidden_size: int,
+    intermediate_size: int,
+    tiles: MlpFwdConfig | MlpBwdConfig | MlpBwdMatmulConfig,
+    lnc: int = 2,
+) -> dict[str, Footprint]:
+    """Return what each product of a forward or backward needs of one core on Trn3, at least, by the name of its field.
+
+    * seq_len, hidden_size, intermediate_size: S, H and I of all `lnc` cores, 1 or 2.
+    * tiles: counts of the forward or of the 2.30 backward, or configurations of release 2.31 and later. Nothing is
+      refused here; the functions refuse what exceeds 128 partitions, 8 PSUM banks or 256 KiB of SBUF per partition.
+    """
+    known, fix = isinstance(tiles, MlpFwdConfig | MlpBwdConfig | MlpBwdMatmulConfig), "Pass the record itself."
+    expected = "an MlpFwdConfig, MlpBwdConfig or MlpBwdMatmulConfig"
+    check_rules([Rule(known, "tiles", expected, type(tiles).__name__, fix)])
+    _check_lnc(lnc)
+    problem = {"seq_len": seq_len, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    for name, size in problem.items():
+        check_multiple(size, lnc, name, "the cores share it")
+    S, H, inner = problem.values()
+    if isinstance(tiles, MlpBwdMatmulConfig):
+        groups = [(names, tiles.resolve(names, (S, H, inner), lnc == 2)) for names in (PROJECTIONS, PHASES)]
+        configs = {name: config for names, found in groups for name, config in zip(names, found)}
+    else:
+        sizes, counts = product_sizes((S, H, inner), lnc), vars(tiles)
+        configs = {name: _config(sizes[name], counts[name], lnc == 2) for name in counts}
+    return {name: product_footprint(config) for name, config in configs.items()}
+
+
+def counted_config(size: Sizes, counts: Sizes, *, arguments: tuple[str, ...], lnc2: bool) -> MatmulMxfp8KernelConfig:
+    """Return the configuration for tiles per block (M, N, K) in `arguments` and one core's M, K, N; check that it fits.
+
+    Tiles are 128 x 512 x 512, or the whole axis where it is shorter.
+    """
+    config = _config(size, counts, lnc2)
+    names = dict(zip(("TILES_IN_BLOCK_M", "TILES_IN_BLOCK_N", "TILES_IN_BLOCK_K"), arguments))
+    check_fits(config, lambda field: names.get(field, field))
+    return config
+
+
+def counted_configs(call: Mapping[str, int], problem: Sizes, lnc2: bool) -> MlpBwdMatmulConfig:
+    """Return the configurations of the arguments ``phase1_tiles_m`` and so on of release 2.30, checked.
+
+    `problem` is S, H and I. Counts that `call` lacks have their defaults.
+    """
+    found, sizes = [], product_sizes(problem, 2 if lnc2 else 1)
+    for name in ("recompute", "recompute", "phase1", "phase2", "phase3", "phase4"):
+        defaults = zip("mnk", (4 if name in ("phase3", "phase4") else 8, 1, 8))
+        counts = {f"{name}_tiles_{axis}": default for axis, default in defaults}
+        m, n, k = (call.get(argument, default) for argument, default in counts.items())
+        found.append(counted_config(sizes[name], (m, n, k), arguments=tuple(counts), lnc2=lnc2))
+    return MlpBwdMatmulConfig(*found)
+
+
+def _config(size: Sizes, counts: Sizes, lnc2: bool) -> MatmulMxfp8KernelConfig:
+    (M, K, N), (m, n, k) = size, counts
+    return MatmulMxfp8KernelConfig(
+        M=M, K=K, N=N, tile_m=min(TILE_M, M), tile_k=min(TILE_K, K), tile_n=min(TILE_N, N),
+        TILES_IN_BLOCK_M=m, TILES_IN_BLOCK_N=n, TILES_IN_BLOCK_K=k, run_with_lnc2=lnc2,
+    )  # fmt: skip

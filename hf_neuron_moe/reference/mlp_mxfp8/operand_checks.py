@@ -33,8 +33,8 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     Sizes,
     automatic_config,
     check_config,
+    counted_config,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config
 from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
 from hf_neuron_moe.reference.moe_types import ClampLimits
 from hf_neuron_moe.reference.specification import multiples

@@ -1,9 +1,11 @@
 """The documented functions as data, one TOML file per family; rules, docs/kernels.md and tests are made from it.
 
 A family's file holds: title, intro, `document` (the upstream page), `source`; ``[arguments]`` and ``[[function]]`` with
-each argument's support, shape, dtypes, note and the release that brought it; ``[[constraint]]``, bounds that the page
-states (column "documented") or that the kernels need (column "kernel"); ``[[unsupported]]``, documented values that are
-errors here, with the reason. ``release_2_30.json`` and ``release_2_33.json`` hold the documented signatures.
+each argument's support, shape, dtypes, note and the release that brought it; ``[function.kernel]``, the signature of a
+direct kernel of ``moe_cte`` as far as it is its own; ``[[constraint]]``, bounds that the page states (column
+"documented") or that the kernels need (column "kernel"); ``[[unsupported]]``, documented values that are errors here,
+with the reason; ``[[fault]]``, known faults of the kernels. ``release_2_30.json`` and ``release_2_33.json`` hold the
+documented signatures.
 """
 
 from __future__ import annotations
@@ -83,6 +85,12 @@ class Constraint:
 def family(name: str) -> dict[str, Any]:
     """Return one family's file."""
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def described_function(name: str, function: str) -> dict[str, Any]:
+    """Return the row of one function of a family."""
+    found: dict[str, Any] = next(row for row in family(name)["function"] if row["name"] == function)
+    return found
 
 
 def dtype_name(value: object) -> str:

@@ -9,15 +9,20 @@ part by part, for enough rows. Rounding points are those of the tiled path. Noth
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.spec import ExpertWeights, Routing
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, FFNWeights, Routing
+from hf_neuron_moe.backends.torch.biases import add_down_bias
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, call_scratch
 from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
-from hf_neuron_moe.backends.torch.experts import Runs, checked_ids, rows_per_run, sort_pairs
-from hf_neuron_moe.backends.torch.gating import GATES, SILU, Gating
+from hf_neuron_moe.backends.torch.experts import Runs, checked_ids, rows_per_run, sort_pairs, split_gate_up
+from hf_neuron_moe.backends.torch.ffn_forward import added_to_sums
+from hf_neuron_moe.backends.torch.gating import SILU, Gating, gating_of
 
 _ROWS_WORTH_CASTING = 5  # rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions
 _LONG_ROWS_WORTH_CASTING = 8  # the same for more than 2048 columns
@@ -39,7 +44,7 @@ def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, ro
 
 
 def mlp(
-    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str = "silu"
+    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: Gate = SWIGLU
 ) -> Tensor | None:
     """Return the dense MLP's output in the dtype of `x_SH`; None where operands or rows ask for the tiled path."""
     if precision == "bf16" and x_SH.dtype is torch.bfloat16 and x_SH.dim() == 2 and x_SH.shape[0] == 1:
@@ -48,7 +53,7 @@ def mlp(
         try:
             gate_1I, up_1I = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
             if up_1I.shape == gate_1I.shape:
-                act_1I = GATES[gate].activate_(gate_1I.float()).mul_(up_1I)
+                act_1I = gating_of(gate).activate_(gate_1I.float()).mul_(up_1I)
                 out_1H = F.linear(gate_1I.copy_(act_1I), down_HI)
                 return out_1H if out_1H.shape == x_SH.shape else None  # functional.linear takes vectors and any H
         except RuntimeError:  # operands that do not fit: the tiled path casts them, or says what is wrong
@@ -63,16 +68,42 @@ def mlp(
     if not suit(precision, dtype, x_SH.device, rows, rows):
         return None
     gate_SI, up_SI = _linear(x_SH, gate_IH), _linear(x_SH, up_IH)
-    return _linear(_gated(gate_SI, up_SI, None, GATES[gate]), down_HI).contiguous()
+    return _linear(_gated(gate_SI, up_SI, None, gating_of(gate)), down_HI).contiguous()
 
 
-def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, transposed: bool, gating: Gating = SILU) -> Tensor:
-    """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights."""
-    (index_TK, weight_TK), (gate_up, down) = routing, weights
+def network(x_SH: Tensor, weights: FFNWeights, precision: str, gating: Gating) -> Tensor | None:
+    """Return the output of a dense MLP with any gate and biases; None as :func:`mlp`. Its operands fit each other.
+
+    A product of bf16 operands is rounded before its bias is added, which the tiled path does not do.
+    """
+    gate_IH, up_IH, down_HI = weights[:3]
+    if any(weight.dtype is not x_SH.dtype for weight in weights[:3]):
+        return None
+    if not suit(precision, x_SH.dtype, x_SH.device, len(x_SH), len(x_SH)):
+        return None
+    added = added_to_sums(up_IH, weights[3:5], gating)
+    sums = (_plus(_linear(x_SH, weight_IH), part_I) for weight_IH, part_I in zip((gate_IH, up_IH), added, strict=True))
+    inter_SI = gating.intermediate_(*sums).to(x_SH.dtype)
+    return _plus(_linear(inter_SI, down_HI), weights.down_bias_H).to(x_SH.dtype).contiguous()
+
+
+def _plus(product: Tensor, added: Tensor | None) -> Tensor:
+    """Return fp32 ``product + added``, rounded to the product's dtype if there is something to add."""
+    return product.float() if added is None else (product + added.float()).to(product.dtype).float()
+
+
+def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, gating: Gating = SILU) -> Tensor:
+    """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights.
+
+    A product of bf16 operands is rounded before its bias is added, as in :func:`network`.
+    """
+    (index_TK, weight_TK), (gate_up, down) = routing, weights[:2]
+    transposed = spec.transposed
     if not transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if len(x_TH) == 1:
-        return _one_token(x_TH, index_TK, weight_TK, gate_up, down, gating)
+        out_TKH = _one_token(x_TH, index_TK, weight_TK, (gate_up, down), _Between(weights, spec, gating))
+        return _total(out_TKH, routing, weights)
     pairs = sort_pairs(index_TK, len(gate_up))
     runs, ends_E = pairs.runs, None
     busy = 2 * len(runs) > len(gate_up)
@@ -80,29 +111,66 @@ def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, transposed: 
         ends_E = torch.tensor(pairs.offsets[1:], dtype=torch.int32)
     x_RH = x_TH.index_select(0, pairs.token_R)
     scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R)
-    gate_RI, up_RI = _times_experts(x_RH, gate_up, runs, ends_E).chunk(2, dim=1)
-    out_RH = _times_experts(_gated(gate_RI, up_RI, scale_R, gating), down, runs, ends_E)
+    between = _Between(weights, spec, gating)
+    expert_R = None if weights.gate_up_bias is None else index_TK.reshape(-1).index_select(0, pairs.order_R)
+    inter_RI = between.intermediate(_times_experts(x_RH, gate_up, runs, ends_E), expert_R, scale_R)
+    out_RH = _times_experts(inter_RI, down, runs, ends_E)
     if pairs.offsets[-1] < len(out_RH):
         out_RH[pairs.offsets[-1] :].zero_()
     out_TKH = out_RH.index_select(0, pairs.slot_TK.reshape(-1)).view(*index_TK.shape, x_TH.shape[1])
-    return out_TKH.sum(1, dtype=torch.float32).to(x_TH.dtype)
+    return _total(out_TKH, routing, weights)
+
+
+def _total(out_TKH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """Return the sum over a token's experts, down's biases included."""
+    total_TH = out_TKH.sum(1, dtype=torch.float32)
+    if weights.down_bias is not None:
+        total_TH = add_down_bias(total_TH, weights.down_bias, routing)
+    return total_TH.to(out_TKH.dtype)
+
+
+class _Between(NamedTuple):
+    """What is computed between the products of experts."""
+
+    weights: ExpertWeights
+    spec: BlockSpec
+    gating: Gating
+
+    def intermediate(self, both_R2I: Tensor, expert_R: Tensor | None, scale_R: Tensor) -> Tensor:
+        """Return down's operand of the products of gate_up; experts are read for the biases, some are not of here."""
+        bias_E2I, spec, gating = self.weights.gate_up_bias, self.spec, self.gating
+        if bias_E2I is not None and expert_R is not None:
+            rows_R2I = bias_E2I.index_select(0, expert_R.long().clamp(max=len(bias_E2I) - 1))
+            sums = both_R2I.float().add_(rows_R2I)
+            offset = gating.up_offset
+        elif not gating.up_offset and not spec.interleaved and spec.gate.reads_up_as_it_is:
+            gate_RI, up_RI = both_R2I.chunk(2, dim=1)
+            return _gated(gate_RI, up_RI, scale_R, gating)
+        else:
+            sums, offset = both_R2I.float(), gating.up_offset
+        gate, up = (part.contiguous() for part in split_gate_up(sums, spec))
+        if offset:
+            up = up.add_(offset)
+        gate, up = (part.to(both_R2I.dtype).float() for part in (gate, up))
+        inter_RI = gating.intermediate_(torch.empty_like(up) if gating.skip_gate else gate, up)
+        return inter_RI.mul_(scale_R[:, None]).to(both_R2I.dtype)
 
 
 def _one_token(
-    x_1H: Tensor, index_1K: Tensor, weight_1K: Tensor, gate_up_EH2I: Tensor, down_EIH: Tensor, gating: Gating
+    x_1H: Tensor, index_1K: Tensor, weight_1K: Tensor, stacks: tuple[Tensor, Tensor], between: _Between
 ) -> Tensor:
-    """The same for a single token, whose rows need neither sorting nor gathering."""
+    """Return the rows ``[1, K, H]`` of a single token, which need neither sorting nor gathering."""
+    gate_up_EH2I, down_EIH = stacks
     top_k, experts = index_1K.shape[1], len(down_EIH)
     ids = [(slot, expert) for slot, expert in enumerate(checked_ids(index_1K)) if expert < experts]
     gate_up_K2I = x_1H.new_empty((top_k, gate_up_EH2I.shape[2]))
     for slot, expert in ids:
         _multiply(x_1H, gate_up_EH2I[expert], gate_up_K2I[slot : slot + 1])
-    gate_KI, up_KI = gate_up_K2I.chunk(2, dim=1)
-    inter_KI = _gated(gate_KI, up_KI, weight_1K.reshape(-1), gating)
+    inter_KI = between.intermediate(gate_up_K2I, index_1K.reshape(-1), weight_1K.reshape(-1))
     out_1KH = x_1H.new_zeros((1, top_k, x_1H.shape[1]))
     for slot, expert in ids:
         _multiply(inter_KI[slot : slot + 1], down_EIH[expert], out_1KH[:, slot])
-    return out_1KH.sum(1, dtype=torch.float32).to(x_1H.dtype)
+    return out_1KH
 
 
 def _times_experts(x_RK: Tensor, weight_EKN: Tensor, runs: Runs, ends_E: Tensor | None) -> Tensor:
@@ -173,9 +241,9 @@ def _better_single(x_TH: Tensor, down: Tensor, runs: Runs) -> bool:
 
 def _can_be_grouped(weights: ExpertWeights) -> bool:
     """Whether torch's grouped product takes weights, rows and sums: all strides multiples of 16 bytes, on a CPU."""
-    down = weights[1]
+    gate_up, down = weights[:2]
     aligned = all(size * down.element_size() % 16 == 0 for size in down.shape[1:])
-    return aligned and all(weight.is_cpu and weight.is_contiguous() for weight in weights)
+    return aligned and all(weight.is_cpu and weight.is_contiguous() for weight in (gate_up, down))
 
 
 def _rows_one_by_one(x_RK: Tensor) -> bool:

@@ -1,0 +1,91 @@
+"""How gate and up projections of a block become its intermediate: a record of numbers, and its text.
+
+A block computes ``h = min(f(clip(g)), act_max) * p(clip(u) + up_offset)``: `g` and `u` are the projections with their
+biases, ``f`` is the activation. Without a gate it computes ``h = f(u)``. Source of the rows: the families' own code in
+transformers; the mapping to kernel arguments is in ``backends/neuron``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from hf_neuron_moe.errors import ConfigError
+
+
+class Gate(NamedTuple):
+    """The default is a SwiGLU: ``silu(g) * u``. None is an absent limit."""
+
+    act: str = "silu"  # a row of ``backends/torch/gating.py``
+    alpha: float = 1.0  # factor inside Swish: ``g s(alpha g)``, s the logistic function; other activations have none
+    gate_max: float | None = None  # limits on g
+    gate_min: float | None = None
+    up_max: float | None = None  # limits on u, before the offset is added
+    up_min: float | None = None
+    act_max: float | None = None  # upper limit on the activation's value
+    up_offset: float = 0.0
+    gate_softcap: float | None = None  # c of ``c tanh(g / c) s(g)``, in the place of ``g s(g)``
+    up_softcap: float | None = None  # c of ``c tanh(u / c)``
+    gated: bool = True  # False: there is no gate projection, ``h = f(u)``
+
+    @property
+    def clamped(self) -> bool:
+        """Whether any value has a limit beyond which its gradient is zero."""
+        limits = (self.gate_max, self.gate_min, self.up_max, self.up_min, self.act_max)
+        return any(limit is not None for limit in limits)
+
+    @property
+    def reads_up_as_it_is(self) -> bool:
+        """Whether the intermediate is the gate's activation times up's plain product."""
+        up = (self.up_max, self.up_min, self.up_softcap)
+        return self.gated and not self.up_offset and up == (None, None, None)
+
+    @property
+    def title(self) -> str:
+        """Return the gate as a message names it."""
+        name = self.act + (f" with alpha {self.alpha:g}" if self.act == "swish" else "")
+        words = {
+            "clamped": self.clamped,
+            f"up + {self.up_offset:g}": self.up_offset != 0,
+            "softcapped": self.gate_softcap is not None or self.up_softcap is not None,
+            "without gate projection": not self.gated,
+        }
+        return ", ".join([name, *(word for word, present in words.items() if present)])
+
+    @property
+    def text(self) -> str:
+        """Return the gate as one string without ``|``; :meth:`parse` is the inverse."""
+        defaults = Gate._field_defaults
+        changed = [f"{name}={getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
+        return ";".join([self.act, *(part for part in changed if not part.startswith("act="))])
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> Gate:
+        """Read what :attr:`text` wrote."""
+        act, *parts = text.split(";")
+        given = dict(part.split("=") for part in parts)
+        numbers = {name: float(value) for name, value in given.items() if name != "gated"}
+        return checked_gate(Gate(act, **numbers, gated="gated" not in given))
+
+
+SWIGLU = Gate()
+_ABOVE_0 = ("act_max", "gate_softcap", "up_softcap", "alpha")
+
+
+def checked_gate(gate: Gate) -> Gate:
+    """Return `gate`; raise :class:`ConfigError` for numbers that define no function."""
+    fix = "Leave an absent limit at None."
+    for name, value in zip(gate._fields, gate, strict=True):
+        if type(value) is float and not math.isfinite(value):
+            raise ConfigError.about(name, "a finite number or None", repr(value), fix)
+        if name in _ABOVE_0 and type(value) is float and not value > 0:
+            raise ConfigError.about(name, "a number above 0", repr(value), fix)
+    if not gate.gated and gate != Gate(gate.act, gate.alpha, gated=False):
+        raise ConfigError.about("gated", "True for a gate with limits, an offset or softcaps", "False", fix)
+    for name in ("gate", "up"):
+        low, high = getattr(gate, f"{name}_min"), getattr(gate, f"{name}_max")
+        if low is not None and high is not None and not low < high:
+            raise ConfigError.about(f"{name}_min", f"below {name}_max, {high:g}", f"{low:g}", fix)
+    return gate

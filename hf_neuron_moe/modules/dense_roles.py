@@ -1,0 +1,125 @@
+"""Which attribute of a dense MLP plays which part, and what must stay as it was when this was found.
+
+I intermediate size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.modules.state_dict import WeightRule
+
+MODULE = "a module"
+"""What stands for an attribute that is a module, where only its presence matters."""
+_SCALARS = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class DenseRoles:
+    """The parts of ``down(f(gate(x)) * p(up(x)))``; names are those of attributes of the module."""
+
+    inputs: tuple[str, ...]
+    """Names of the linear layers before the product: ``(gate, up)`` or the single fused one ``(gate_up,)``. A name may
+    be a path, ``gate_proj.linear``, where a class of its own holds the layer."""
+    down: str  # name of the linear layer after the product
+    activation: str | None  # name of the activation's attribute; None where forward calls the function itself
+    half_size: str | int | None = None  # attribute or number that a fused projection is split by; None for its middle
+    extra_arguments: bool = False  # whether forward takes arguments that it does not use
+    inert: tuple[str, ...] = ()  # names of attributes that change nothing while they are as they are: a dropout of 0
+    gate: Gate = SWIGLU
+    up_first: bool = False  # the fused layer's first half, or its even rows, are up's
+    interleaved: bool = False  # rows of the fused layer alternate between gate and up
+    biased: tuple[str, ...] = ()  # names of the linear layers with a bias
+    constants: tuple[tuple[str, Any], ...] = ()  # paths of attributes that decided what forward computes, and values
+    fixed_arguments: tuple[tuple[str, int | None, Any], ...] = ()
+    """Further arguments that decide a branch of forward: name, place after the input (None: by keyword only), default.
+    Another value than the default is an error."""
+    before: tuple[str, ...] = ()  # names of the modules through which the input goes first, in order
+    after: tuple[str | float, ...] = ()  # dropouts of the result, in order: an attribute's name or a probability
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of all linear layers."""
+        return (*self.inputs, self.down)
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Names of the module's own children that are or hold the linear layers."""
+        return tuple(name.partition(".")[0] for name in self.linears)
+
+    @property
+    def gate_first(self) -> bool:
+        """Whether gate rows come before up rows, as in the kernels' fused weight."""
+        return not self.up_first and not self.interleaved
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a SwiGLU of linear layers of its own, without biases, and gate rows come first."""
+        plain = self.gate == SWIGLU and self.gate_first and not self.biased
+        return plain and self.roots == self.linears and not self.before and not self.after
+
+    @property
+    def surrounded(self) -> bool:
+        """Whether a call does more than its operator: checks, steps before or after it."""
+        return bool(self.inert or self.constants or self.before or self.after)
+
+    @property
+    def bias_rules(self) -> tuple[WeightRule, ...]:
+        """The biases as parameters of a block in kernel layout, where they lie as they do in stock layout."""
+        titles = ("gate_proj_bias", "up_proj_bias") if len(self.inputs) == 2 else ("gate_up_proj_bias",)
+        names = zip(self.linears, (*titles, "down_proj_bias"), strict=True)
+        return tuple(WeightRule(title, (f"{name}.bias",)) for name, title in names if name in self.biased)
+
+    @property
+    def rules(self) -> tuple[WeightRule, ...]:
+        """The parameters in kernel layout: ``gate_up_proj [2I, H]``, ``down_proj [H, I]`` and the biases.
+
+        A fused layer keeps its own order of rows.
+        """
+        gate_up = WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs))
+        return gate_up, WeightRule("down_proj", (f"{self.down}.weight",)), *self.bias_rules
+
+    def halves(self, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of gate's and up's rows of a fused weight ``[2I, H]`` or bias ``[2I]``."""
+        rows, rest = fused.shape[0] // 2, fused.shape[1:]
+        # unbind of a view: its backward writes both gradients into one tensor, where two slices would add two full ones
+        if self.interleaved:
+            first, second = fused.view(rows, 2, *rest).unbind(1)
+        else:
+            first, second = fused.view(2, rows, *rest).unbind(0)
+        return (second, first) if self.up_first else (first, second)
+
+    def fused(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the fused weight or bias of gate's and up's rows; the inverse of :meth:`halves`."""
+        first, second = (up, gate) if self.up_first else (gate, up)
+        return torch.stack((first, second), dim=1).flatten(0, 1) if self.interleaved else torch.cat((first, second))
+
+    def halves_of_result(self, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate's and up's entries along the last dimension of a fused layer's result ``[..., 2I]``."""
+        first, second = (fused[..., ::2], fused[..., 1::2]) if self.interleaved else fused.chunk(2, dim=-1)
+        return (second, first) if self.up_first else (first, second)
+
+
+def constant_of(module: nn.Module, path: str) -> Any:
+    """Return the plain value at a dotted `path` of attributes of `module`, :data:`MODULE` for a module.
+
+    Raises:
+        AttributeError: there is none, or it is neither a plain value nor a module.
+    """
+    first, *rest = path.split(".")
+    if first in ("training", ""):
+        raise AttributeError(path)
+    holder: Any = module
+    for name in (first, *rest):
+        own = holder._modules.get(name) if isinstance(holder, nn.Module) else None
+        holder = getattr(holder, name) if own is None else own
+    if isinstance(holder, nn.Module):
+        return MODULE
+    if type(holder) not in _SCALARS:
+        raise AttributeError(f"{path} is no plain value")
+    return holder

@@ -1,0 +1,256 @@
+"""Which experts the operators compute: how their parameters lie, and which gate they have.
+
+Every class decorated with ``transformers.integrations.use_experts_implementation`` has the same call and describes its
+parameters by flags on the instance, so one rule covers all families. Its gate is read from the source of the method
+that transformers calls for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import attrgetter
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SORTED, STACKED, known_call
+from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_source import GateSource, read_gate
+from hf_neuron_moe.modules.state_dict import WeightRule
+from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
+
+
+@dataclass(frozen=True)
+class ExpertsForm:
+    """How an experts module computes; E experts, H hidden size, I intermediate size."""
+
+    gate: Gate
+    transposed: bool  # weights are [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I]
+    interleaved: bool  # columns of gate and up alternate
+    biased: bool
+    bias_interleaved: bool  # whether entries of the gate_up bias alternate, also where the weights no longer do
+    activation: str | None  # attribute that is called as the activation
+    constants: tuple[tuple[str, Any], ...]  # attributes that the gate depends on, with their values
+    post_norm: str | None = None  # child that each expert's output goes through before it is weighted
+    call: str = ROUTED  # a row of the table in ``experts_calls``
+    inputs: tuple[str, ...] = ("gate_up_proj",)  # parameters of gate and up, or of up alone
+    down: str = "down_proj"
+    experts: str = ""  # attribute that says E, where the parameters' first axis does not
+
+    @property
+    def gate_up(self) -> str:
+        """Name of the first projection's parameter: gate and up, or up alone."""
+        return self.inputs[0]
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the weights lie as kernels read them."""
+        return self.transposed and not self.interleaved
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order in which classes define them."""
+        if not self.biased:
+            return (*self.inputs, self.down)
+        return (self.gate_up, f"{self.gate_up}_bias", self.down, f"{self.down}_bias")
+
+    @property
+    def routed(self) -> bool:
+        """Whether it is called with hidden states, ids and weights, as decorated classes are."""
+        return self.call == ROUTED
+
+    @property
+    def plain(self) -> bool:
+        """Whether the operator alone computes it, from ids and weights, without biases or anything after it."""
+        return self.routed and not self.biased and self.post_norm is None
+
+    @property
+    def stock_only(self) -> str | None:
+        """Why the parameters cannot have the kernel layout; None where they can."""
+        return "its weights are parameters of its children" if self.call in (STACKED, SORTED) else None
+
+    @property
+    def rules(self) -> tuple[WeightRule, ...]:
+        """The kernel layout: gate_up ``[E, H, 2I]`` with gate's columns first, down ``[E, I, H]``; biases stay."""
+        weights = {self.gate_up: self.interleaved, self.down: False}
+        return tuple(
+            WeightRule(name, (name,), not self.transposed and name in weights, weights.get(name, False))
+            for name in self.parameters
+        )
+
+    def sizes(self, module: nn.Module) -> tuple[int, int, int]:
+        """Return E, H and I of a module of this form."""
+        shape = parameter_of(module, self.down).shape
+        if self.call == STACKED:
+            count: int = getattr(module, self.experts)
+            return count, shape[1], shape[0] // count
+        E, first, second = shape
+        return (E, second, first) if self.transposed else (E, first, second)
+
+
+def parameter_of(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter by its path, with what an adapter or a parametrization makes of it."""
+    found: Tensor = attrgetter(name)(module)
+    return found
+
+
+def is_decorated_experts(module: nn.Module) -> bool:
+    """Return whether `module` has the flags that ``use_experts_implementation`` sets since transformers 5.17."""
+    return module.__dict__.keys() >= {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+
+
+@cache
+def _dispatching_forward() -> CodeType:
+    """The code of the forward that the decorator installs; the same object for every decorated class."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    @use_experts_implementation
+    class _Probe(nn.Module):
+        def forward(self) -> None:
+            """Never called."""
+
+    return _Probe.forward.__code__
+
+
+def read_experts(module: nn.Module) -> ExpertsForm:
+    """Return the form of `module`; raise :class:`UnknownForm` where the operator cannot compute it."""
+    if not is_decorated_experts(module):
+        return _read_undecorated(module)
+    if module.__dict__.get("_is_hooked") and "forward" in module.__dict__:
+        raise UnknownForm("transformers' tensor or expert parallelism wraps its forward, which is not supported")
+    if type(module).forward.__code__ is not _dispatching_forward() or "forward" in module.__dict__:
+        raise UnknownForm("its forward is not the one that use_experts_implementation installs")
+    flags = module.__dict__
+    source = _gate_source(module) if flags["has_gate"] else _gate_of_child(module, "act_fn", gated=False)
+    if source.interleaved is flags["is_concatenated"] and source.gate.gated:
+        raise UnknownForm(f"is_concatenated={flags['is_concatenated']}, but its gate reads the columns otherwise")
+    form = _form(source, transposed=bool(flags["is_transposed"]))
+    form = replace(form, biased=bool(flags["has_bias"]), post_norm=_post_norm(module))
+    _check_shapes(module, form)
+    return form
+
+
+def _form(source: GateSource, *, transposed: bool = False, call: str = ROUTED) -> ExpertsForm:
+    alternates = source.interleaved
+    names = ("gate_up_proj",) if source.gate.gated else ("up_proj",)
+    return ExpertsForm(
+        source.gate,
+        transposed,
+        alternates,
+        biased=False,
+        bias_interleaved=alternates,
+        activation=source.activation,
+        constants=source.constants,
+        call=call,
+        inputs=names,
+    )
+
+
+def _read_undecorated(module: Any) -> ExpertsForm:
+    call = known_call(module)
+    if call is None:
+        raise UnknownForm(
+            "its class is not decorated with transformers' use_experts_implementation, and its forward is not one of "
+            "those that are known without"
+        )
+    if call == ROUTED:
+        form = _form(_gate_source(module))
+    elif call == STACKED:
+        source = _gate_of_child(module, "mlp.activation_fn")
+        constants = tuple((name, getattr(module, name)) for name in ("num_experts", "ffn_hidden_size", "hidden_size"))
+        form = _form(source._replace(constants=constants), call=call)
+        form = replace(form, inputs=("mlp.w1", "mlp.v1"), down="mlp.w2", experts="num_experts")
+    elif call == SORTED:
+        form = _form(_gate_of_child(module, "activation"), call=call)
+        form = replace(form, inputs=("input_linear.weight",), down="output_linear.weight")
+    elif call == IDENTITY:
+        constants = (("num_routed_experts", module.num_routed_experts), ("identity_expert", nn.Identity))
+        form = _form(_gate_of_child(module, "act_fn")._replace(constants=constants), call=call)
+        check_constants(module, form, "")
+    else:
+        form = _form(_gate_of_child(module, "act_fn"), transposed=True, call=call)
+    if any(has_call_hooks(child) or "forward" in child.__dict__ for child in _replaced_children(module, form)):
+        raise UnknownForm("one of its children has hooks or a forward of its own, which the operator would not call")
+    _check_shapes(module, form)
+    return form
+
+
+def _replaced_children(module: nn.Module, form: ExpertsForm) -> list[nn.Module]:
+    """Children whose forward the operator stands in for."""
+    names = {name.rpartition(".")[0] for name in form.parameters} - {""}
+    return [module.get_submodule(name) for name in names]
+
+
+def _gate_source(module: nn.Module) -> GateSource:
+    if "_apply_gate" in module.__dict__:
+        raise UnknownForm("its _apply_gate is overridden on the instance")
+    kind: Any = type(module)
+    return read_gate(module, kind._apply_gate)
+
+
+def _gate_of_child(module: nn.Module, path: str, *, gated: bool = True) -> GateSource:
+    """The gate of a forward that has one activation, ``act(gate) * up`` or ``act(up)``."""
+    owner, _, name = path.rpartition(".")
+    activation = getattr(module.get_submodule(owner), name, None)
+    gate = gate_of(activation)
+    if gate is None:
+        raise UnknownForm(
+            f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
+        )
+    if isinstance(activation, nn.Module) and has_call_hooks(activation):
+        raise UnknownForm(f"its {name} has hooks, which the operator would not call")
+    return GateSource(gate._replace(gated=gated), False, path, ())
+
+
+def _post_norm(module: nn.Module) -> str | None:
+    if not getattr(module, "has_post_expert_norm", False):  # a version without the flag has no experts with such a norm
+        return None
+    if not isinstance(getattr(module, "post_expert_norm", None), nn.Module):
+        raise UnknownForm("it has no module post_expert_norm (has_post_expert_norm=True)")
+    return "post_expert_norm"
+
+
+def _check_shapes(module: nn.Module, form: ExpertsForm) -> None:
+    """Raise :class:`UnknownForm` where the parameters of `module` are not those of `form`."""
+    found: dict[str, Any] = {name: _found(module, name) for name in form.parameters}
+    weights = [found[name] for name in (*form.inputs, form.down)]
+    axes = 2 if form.call == STACKED else 3
+    if any(param is None for param in found.values()) or any(weight.dim() != axes for weight in weights):
+        raise UnknownForm(f"it has no {axes}-D parameters {' and '.join((*form.inputs, form.down))}, or no biases")
+    E, H, I = form.sizes(module)  # noqa: E741
+    columns = 2 * I if form.gate.gated else I
+    count = getattr(module, "total_experts", E) if form.call == IDENTITY else E
+    if form.call == STACKED:
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(form.parameters, (E * I, H))
+    else:
+        expected = {form.gate_up: (count, H, columns) if form.transposed else (count, columns, H)}
+    if form.biased:
+        expected |= {f"{form.gate_up}_bias": (E, columns), f"{form.down}_bias": (E, H)}
+    if any(found[name].shape != shape for name, shape in expected.items()):
+        shapes = ", ".join(f"{name} {tuple(param.shape)}" for name, param in found.items())
+        raise UnknownForm(f"its parameters do not fit together: {shapes}")
+
+
+def _found(module: nn.Module, name: str) -> Tensor | None:
+    try:
+        found = parameter_of(module, name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
+    """Raise, for the block `name`, where an attribute that the gate depends on has changed."""
+    for path, value in form.constants:
+        owner, _, attr = path.rpartition(".")
+        holder = module.get_submodule(owner) if owner else module
+        now = getattr(holder, attr, None)
+        now = type(now) if isinstance(now, nn.Module) else now
+        if now != value:
+            fix = "The operator has the value read at patching: unpatch the model before changing it."
+            error = UnsupportedModelError.about(path, f"{value!r}, as when the block was patched", repr(now), fix)
+            raise error.named(name)

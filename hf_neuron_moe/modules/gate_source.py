@@ -1,0 +1,283 @@
+"""Reads from source which gate a module's method applies to its joint projection, as a :class:`Gate`.
+
+The method takes one tensor, gate and up side by side, and returns the intermediate. Its statements are substituted into
+one expression, whose form is then matched. Numbers are read from the instance; what was read is part of the answer, so
+that a block can compare it at each call. Submodules that are no known activation are read by their own ``forward``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_neuron_moe.backends.gate import Gate, checked_gate
+from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.modules.gate_match import Expression, UnknownForm, match_gate
+from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
+
+
+class GateSource(NamedTuple):
+    """What a method computes, and what that depends on."""
+
+    gate: Gate
+    interleaved: bool  # whether columns of gate and up alternate
+    activation: str | None  # attribute that is called as the activation; None where a function is
+    constants: tuple[tuple[str, Any], ...]  # attributes that were read, by their path, with their values; of modules
+    # whose forward was read, the class
+
+
+_TENSORS = {"input", "half", "act", "sigmoid", "tanh", "clamp", "scaled", "over", "plus", "softcap", "product"}
+_FLOAT32 = (torch.float32, torch.float)
+_FUNCTIONS: dict[Callable[..., Any], str] = {
+    torch.sigmoid: "sigmoid",
+    F.sigmoid: "sigmoid",
+    torch.tanh: "tanh",
+    F.tanh: "tanh",
+    torch.clamp: "clamp",
+    torch.clip: "clamp",
+    torch.chunk: "chunk",
+    torch.mul: "mul",
+}
+_METHODS = {**{name: name for name in ("sigmoid", "tanh", "clamp", "chunk", "mul", "float", "to")}, "clip": "clamp"}
+
+
+def read_gate(module: nn.Module, method: Callable[..., Any]) -> GateSource:
+    """Return the gate of `method`, a function found on the class of `module`; raise :class:`UnknownForm`."""
+    reader = _Reader(module)
+    result = reader.call(method, module, "", [("input",)])
+    gate, interleaved = match_gate(result)
+    try:
+        checked_gate(gate)
+    except ConfigError as error:
+        raise UnknownForm(f"its gate defines no function: {error}") from error
+    return GateSource(gate, interleaved, reader.activation, tuple(reader.constants.items()))
+
+
+@cache
+def parsed(function: Callable[..., Any]) -> ast.FunctionDef:
+    """Return the syntax tree of a plain function; raise :class:`UnknownForm`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError) as error:
+        name = getattr(function, "__qualname__", "a method")
+        raise UnknownForm(f"the source of {name} is not available ({type(error).__name__})") from error
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        raise UnknownForm(f"{getattr(function, '__qualname__', 'a method')} is not a plain function")
+    return definition
+
+
+@dataclass
+class _Reader:
+    """Follows the calls; notes the activation and the constants of the instance."""
+
+    root: nn.Module
+    activation: str | None = None
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, function: Callable[..., Any], module: nn.Module, path: str, given: list[Expression]) -> Expression:
+        definition = parsed(function)
+        own, *names = (argument.arg for argument in definition.args.args)
+        if len(names) != len(given) or definition.args.vararg or definition.args.kwonlyargs or definition.args.kwarg:
+            raise UnknownForm(f"{function.__qualname__} takes ({ast.unparse(definition.args)})")
+        frame = _Frame(self, module, path, own, dict(zip(names, given)), function.__globals__)
+        return frame.run(definition.body)
+
+
+@dataclass
+class _Frame:
+    """One function's statements and names."""
+
+    reader: _Reader
+    module: nn.Module
+    path: str  # of the module within the one that is read, with a dot at the end
+    own: str  # the name of self
+    values: dict[str, Expression]
+    scope: dict[str, Any]
+
+    def run(self, body: list[ast.stmt]) -> Expression:
+        for statement in body:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str())):
+                    continue
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self.values[name] = self.evaluate(value)
+                case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
+                    self.values[first], self.values[second] = _two(self.evaluate(value), value)
+                case ast.Return(value=ast.expr() as value):
+                    return self.evaluate(value)
+                case _:
+                    raise UnknownForm(f"its gate has the statement `{line_of(statement)}`")
+        raise UnknownForm("its gate returns nothing")
+
+    def evaluate(self, node: ast.expr) -> Expression:
+        match node:
+            case ast.Name(id=name) if name in self.values:
+                return self.values[name]
+            case ast.Constant(value=int() | float() | None as value) if not isinstance(value, bool):
+                return ("number", value)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                negated = self.evaluate(operand)
+                if negated[0] == "number" and negated[1] is not None:
+                    return ("number", -negated[1])
+            case ast.Tuple(elts=[first, second]):
+                return ("pair", self.evaluate(first), self.evaluate(second))
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.own:
+                return self.constant(attr)
+            case ast.Attribute(value=value, attr="dtype") if self.tensor(value):
+                return ("dtype",)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return _times(self.evaluate(left), self.evaluate(right), node)
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                return _with_number("over", self.evaluate(left), self.evaluate(right), node)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                parts = sorted((self.evaluate(left), self.evaluate(right)), key=lambda part: part[0] == "number")
+                return _with_number("plus", parts[0], parts[1], node)
+            case ast.Subscript(value=value, slice=ast.Tuple(elts=[ast.Constant(value=types.EllipsisType()), columns])):
+                start = {"::2": 0, "1::2": 1}.get(ast.unparse(columns))
+                if start is not None and self.evaluate(value) == ("input",):
+                    return ("half", start, True)
+            case ast.Call():
+                return self.evaluate_call(node)
+        raise UnknownForm(f"its gate computes `{line_of(node)}`")
+
+    def evaluate_call(self, node: ast.Call) -> Expression:
+        arguments, function = list(node.args), node.func
+        if isinstance(function, ast.Attribute) and getattr(function.value, "id", None) == self.own:
+            if node.keywords:
+                raise UnknownForm(f"its gate computes `{line_of(node)}`")
+            return self.child(function.attr, [self.evaluate(argument) for argument in arguments], node)
+        called = self.resolve(function)
+        name = _FUNCTIONS.get(called) if callable(called) else None
+        if called is None and isinstance(function, ast.Attribute):
+            name, arguments = _METHODS.get(function.attr), [function.value, *arguments]
+        if called is not None and name is None and len(arguments) == 1 and not node.keywords:
+            return self.activate(called, self.evaluate(arguments[0]), node)
+        keywords = {str(keyword.arg): keyword.value for keyword in node.keywords}
+        found = None if name is None else self.known(name, arguments, keywords)
+        if found is None:
+            raise UnknownForm(f"its gate computes `{line_of(node)}`")
+        return found
+
+    def known(self, name: str, arguments: list[ast.expr], keywords: dict[str, ast.expr]) -> Expression | None:
+        """What a call of a tensor function computes; None if that is not known."""
+        x, *rest = map(self.evaluate, arguments)
+        if x[0] not in _TENSORS:
+            return None
+        if name in ("sigmoid", "tanh", "float"):
+            plain = not rest and not keywords
+            return None if not plain else x if name == "float" else (name, x)
+        if name == "mul" and len(rest) == 1 and not keywords:
+            return _times(x, rest[0], arguments[0])
+        if name == "clamp" and len(rest) <= 2 and keywords.keys() <= {"min", "max"}:
+            given = dict(zip(("min", "max"), rest)) | {key: self.evaluate(value) for key, value in keywords.items()}
+            low, high = (given.get(key, ("number", None)) for key in ("min", "max"))
+            return _clamped(x, low[1], high[1]) if low[0] == high[0] == "number" else None
+        if name == "chunk":
+            given = dict(zip(("chunks", "dim"), rest)) | {key: self.evaluate(value) for key, value in keywords.items()}
+            halves = given == {"chunks": ("number", 2), "dim": ("number", -1)} and x == ("input",)
+            return ("halves", False) if halves else None
+        if name == "to" and len(arguments) == 2 and not keywords:
+            return x if rest[0] == ("dtype",) else None
+        return None
+
+    def constant(self, attr: str) -> Expression:
+        value = getattr(self.module, attr, None)
+        if value is not None and (type(value) not in (int, float) or math.isnan(value)):
+            raise UnknownForm(f"its gate reads {self.path}{attr}, {describe_activation(value)}, not a number")
+        self.reader.constants[self.path + attr] = value
+        return ("number", value)
+
+    def child(self, attr: str, given: list[Expression], node: ast.expr) -> Expression:
+        """What ``self.<attr>(...)`` computes."""
+        called: Any = getattr(self.module, attr, None)
+        if gate_of(called) is None and isinstance(called, nn.Module):
+            if "forward" in called.__dict__ or has_call_hooks(called) or called._parameters or called._buffers:
+                raise UnknownForm(f"its {self.path}{attr} has parameters, hooks or a forward of its own")
+            self.reader.constants[self.path + attr] = type(called)
+            forward = type(called).forward
+            alone = not self.path and len(given) == 1  # an activation of the gate only, which has no row
+            if alone or len(given) != len(inspect.signature(forward).parameters) - 1 or hasattr(forward, "__wrapped__"):
+                raise UnknownForm(_unknown_activation(called))
+            try:
+                return self.reader.call(forward, called, f"{self.path}{attr}.", given)
+            except UnknownForm as answer:
+                raise UnknownForm(f"{_unknown_activation(called)} ({answer})") from answer
+        if len(given) != 1 or self.reader.activation not in (None, self.path + attr):
+            raise UnknownForm(f"its gate computes `{line_of(node)}`")
+        found = self.activate(called, given[0], node)
+        if isinstance(called, nn.Module) and has_call_hooks(called):
+            raise UnknownForm(f"its {attr} has hooks, which the operator would not call")
+        self.reader.activation = self.path + attr
+        return found
+
+    def activate(self, called: Any, x: Expression, node: ast.expr) -> Expression:
+        gate = gate_of(called)
+        if gate is None:
+            raise UnknownForm(_unknown_activation(called))
+        if x[0] not in _TENSORS:
+            raise UnknownForm(f"its gate computes `{line_of(node)}`")
+        return ("act", gate.act, gate.alpha, x)
+
+    def tensor(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and self.values.get(node.id, ("",))[0] in _TENSORS
+
+    def resolve(self, node: ast.expr) -> Any:
+        """The object a dotted global name stands for, or None."""
+        if isinstance(node, ast.Name):
+            return None if node.id in self.values else self.scope.get(node.id)
+        return getattr(self.resolve(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
+
+
+def _unknown_activation(called: Any) -> str:
+    return f"its activation is {describe_activation(called)}, the kernels have {supported_activations()}"
+
+
+def line_of(node: ast.AST) -> str:
+    """Return the source of `node` in one line of at most 100 characters."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _two(value: Expression, node: ast.expr) -> tuple[Expression, Expression]:
+    kind, *parts = value
+    if kind == "pair":
+        return parts[0], parts[1]
+    if kind != "halves":
+        raise UnknownForm(f"its gate unpacks `{line_of(node)}`")
+    return ("half", 0, *parts), ("half", 1, *parts)
+
+
+def _clamped(x: Expression, low: float | None, high: float | None) -> Expression:
+    """Limits without end are none."""
+    low = None if low == -math.inf else low
+    high = None if high == math.inf else high
+    return x if low is None and high is None else ("clamp", x, low, high)
+
+
+def _with_number(kind: str, x: Expression, number: Expression, node: ast.expr) -> Expression:
+    if x[0] not in _TENSORS or number[0] != "number" or number[1] is None:
+        raise UnknownForm(f"its gate computes `{line_of(node)}`")
+    return (kind, x, number[1])
+
+
+def _times(left: Expression, right: Expression, node: ast.expr) -> Expression:
+    if left[0] in _TENSORS and right[0] in _TENSORS:
+        return ("product", left, right)
+    x, number = (left, right) if right[0] == "number" else (right, left)
+    kind, _, c = _with_number("scaled", x, number, node)
+    match x:
+        case ("tanh", ("over", inner, divisor)) if divisor == c:
+            return ("softcap", inner, c)
+    return x if c == 1 else (kind, x, c)

@@ -1,0 +1,200 @@
+"""What calls of torch's functions and tensor methods mean in the source of a dense MLP."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from hf_neuron_moe.patching.source_values import NO_CONSTANT, Constants, Expression, bare
+
+Arguments = dict[str | None, ast.expr]
+
+
+class Reading(Protocol):
+    """What a call needs of the reader."""
+
+    constants: Constants
+
+    def evaluate(self, node: ast.expr) -> Expression: ...
+    def add(self, left: ast.expr, right: ast.expr) -> Expression | None: ...
+    def multiply(self, left: ast.expr, right: ast.expr) -> Expression: ...
+    def is_half(self, size: ast.expr) -> bool: ...
+    def linear_weight(self, weight: ast.expr, bias: ast.expr | None) -> str | None: ...
+
+
+def _number(read: Reading, node: ast.expr | None) -> Any:
+    """A number, or None where there is no argument or None is given; else :data:`NO_CONSTANT`."""
+    value = None if node is None else read.constants.of(node)
+    if value is None or type(value) in (int, float):
+        return None if value is None else float(value)
+    return NO_CONSTANT
+
+
+def _sigmoid(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
+    value = bare(read.evaluate(tensor))
+    return ("sigmoid", value[1], float(value[2])) if value[0] == "scaled" else ("sigmoid", value, 1.0)
+
+
+def _silu(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
+    return ("act", "silu", 1.0, bare(read.evaluate(tensor)))
+
+
+def _gelu(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    form = given.get("approximate")
+    row = {"none": "gelu", "tanh": "gelu_tanh"}.get("none" if form is None else read.constants.of(form))
+    return None if row is None else ("act", row, 1.0, bare(read.evaluate(tensor)))
+
+
+def _product(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    return read.multiply(tensor, given["other"]) if "other" in given else None
+
+
+def _sum(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    return read.add(tensor, given["other"]) if "other" in given else None
+
+
+def _clamp(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    low, high = (_number(read, given.get(name)) for name in ("min", "max"))
+    if low is NO_CONSTANT or high is NO_CONSTANT or low != low or high != high:  # NaN limits nothing known
+        return None
+    low = None if low == float("-inf") else low
+    high = None if high == float("inf") else high
+    value = bare(read.evaluate(tensor))
+    if value[0] == "clamp" and low is None is value[3]:  # two calls, one for each side
+        return ("clamp", value[1], value[2], high)
+    if value[0] == "clamp" and high is None is value[2]:
+        return ("clamp", value[1], low, value[3])
+    return value if low is None is high else ("clamp", value, low, high)
+
+
+def _chunk(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    known = {name: read.constants.of(node) for name, node in given.items()}
+    return ("pair", "half", bare(read.evaluate(tensor))) if known == {"chunks": 2, "dim": -1} else None
+
+
+def _split(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    """A split along the last dimension by one size, or by two equal ones, which the instance has to confirm."""
+    size = given.pop("size", None) or given.pop("split_size_or_sections", None) or given.pop("split_size", None)
+    both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
+    if size is None or given.keys() != {"dim"} or read.constants.of(given["dim"]) != -1:
+        return None
+    same = len({ast.unparse(each) for each in both if each is not None}) == 1
+    if not same or not all(each is not None and read.is_half(each) for each in both):
+        return None
+    return ("pair", "half", bare(read.evaluate(tensor)))
+
+
+def _unflatten(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    sizes = given.get("sizes")
+    if read.constants.of(given.get("dim", ast.Constant(0))) != -1 or not isinstance(sizes, ast.Tuple | ast.List):
+        return None
+    return _grid(read, tensor, sizes.elts)
+
+
+def _view(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    """``z.view(*z.shape[:-1], 2, I)`` and the other order."""
+    sizes = list(given.values())
+    leading = ast.unparse(sizes[0]) if sizes else ""
+    return _grid(read, tensor, sizes[1:]) if leading == f"*{ast.unparse(tensor)}.shape[:-1]" else None
+
+
+def _grid(read: Reading, tensor: ast.expr, sizes: list[ast.expr]) -> Expression | None:
+    if len(sizes) != 2:
+        return None
+    for kind, (two, rest) in (("half", (sizes[0], sizes[1])), ("stripe", (sizes[1], sizes[0]))):
+        if read.constants.of(two) == 2 and (read.constants.of(rest) == -1 or read.is_half(rest)):
+            return ("grid", kind, bare(read.evaluate(tensor)))
+    return None
+
+
+def _unbind(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    value = bare(read.evaluate(tensor))
+    dimension = {"half": -2, "stripe": -1}.get(value[1]) if value[0] == "grid" else None
+    found = read.constants.of(given["dim"]) if given.keys() == {"dim"} else None
+    return ("pair", value[1], value[2]) if dimension is not None and found == dimension else None
+
+
+def _dropout(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    if given.keys() != {"p", "training"} or read.constants.path(given["training"]) != "training":
+        return None
+    source: Any = read.constants.path(given["p"])
+    if source is None:
+        source = read.constants.of(given["p"])
+    return ("dropout", source, read.evaluate(tensor)) if type(source) in (str, int, float) else None
+
+
+def _linear(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    name = read.linear_weight(given["weight"], given.get("bias")) if "weight" in given else None
+    return None if name is None else ("part", name, read.evaluate(tensor))
+
+
+def _float(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
+    return ("cast", read.evaluate(tensor), "float")
+
+
+def _to(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    """A cast to fp32, or to the dtype of a tensor of the forward."""
+    match list(given.values()):
+        case [ast.Attribute(value=ast.Name(id="torch"), attr="float32" | "float")]:
+            return _float(read, tensor, given)
+        case [ast.Attribute(value=ast.Name(id=name), attr="dtype")] if name in read.constants.values:
+            return ("cast", read.evaluate(tensor), "back")
+        case [ast.Name(id=name)] if read.constants.values.get(name) == ("dtype",):
+            return ("cast", read.evaluate(tensor), "back")
+    return None
+
+
+class Meaning:
+    """Names of a function's arguments after the tensor, and what the call of them stands for."""
+
+    def __init__(self, read: Callable[[Any, ast.expr, Arguments], Expression | None], *names: str) -> None:
+        self.read, self.names = read, names
+
+    def __call__(
+        self, reader: Reading, tensor: ast.expr, rest: list[ast.expr], keywords: list[ast.keyword]
+    ) -> Expression | None:
+        """Return what the call stands for, None where it has other arguments than those known."""
+        names = self.names if self.names != ("*",) else tuple(map(str, range(len(rest))))
+        if len(rest) > len(names):
+            return None
+        given: Arguments = dict[str | None, ast.expr](zip(names, rest))
+        given |= {keyword.arg: keyword.value for keyword in keywords}
+        known = {*names, "split_size", "split_size_or_sections"} if "size" in names else set(names)
+        return self.read(reader, tensor, given) if given.keys() <= known else None
+
+
+CALLS: dict[Any, Meaning] = {
+    torch.sigmoid: Meaning(_sigmoid),
+    F.sigmoid: Meaning(_sigmoid),
+    F.silu: Meaning(_silu),
+    F.gelu: Meaning(_gelu, "approximate"),
+    torch.mul: Meaning(_product, "other"),
+    torch.multiply: Meaning(_product, "other"),
+    torch.add: Meaning(_sum, "other"),
+    torch.clamp: Meaning(_clamp, "min", "max"),
+    torch.clip: Meaning(_clamp, "min", "max"),
+    torch.clamp_max: Meaning(_clamp, "max"),
+    torch.clamp_min: Meaning(_clamp, "min"),
+    torch.chunk: Meaning(_chunk, "chunks", "dim"),
+    torch.split: Meaning(_split, "size", "dim"),
+    torch.unflatten: Meaning(_unflatten, "dim", "sizes"),
+    torch.unbind: Meaning(_unbind, "dim"),
+    torch.Tensor.view: Meaning(_view, "*"),
+    F.dropout: Meaning(_dropout, "p", "training"),
+    F.linear: Meaning(_linear, "weight", "bias"),
+    torch.Tensor.float: Meaning(_float),
+    torch.Tensor.to: Meaning(_to, "dtype"),
+}
+"""By the function; a tensor's method is read as the function that computes the same."""
+METHODS: dict[str, Any] = {
+    **{name: getattr(torch, name) for name in ("sigmoid", "mul", "multiply", "add", "clamp", "clip", "clamp_max")},
+    **{name: getattr(torch, name) for name in ("clamp_min", "chunk", "split", "unflatten", "unbind")},
+    **dict.fromkeys(("view", "reshape"), torch.Tensor.view),
+    "float": torch.Tensor.float,
+    "to": torch.Tensor.to,
+    "type": torch.Tensor.to,
+}

@@ -1,0 +1,304 @@
+"""Reads the ``forward`` of a dense MLP as one expression of its input.
+
+Statements are substituted into the returned expression. Branches that an attribute of the instance decides are
+followed; what decided them is noted, for the patched block to compare at each call. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from hf_neuron_moe.modules.structure import is_inert
+from hf_neuron_moe.patching.source_calls import CALLS, METHODS
+from hf_neuron_moe.patching.source_values import (
+    EXPECTED,
+    NO_CONSTANT,
+    Constants,
+    Expression,
+    NotSwiGLU,
+    bare,
+    line,
+    product,
+)
+
+
+@cache
+def parsed(forward: Callable[..., Any]) -> ast.FunctionDef:
+    """Return the syntax tree of a plain function.
+
+    Raises:
+        NotSwiGLU: it is not plain, or its source is not available.
+    """
+    if hasattr(forward, "__wrapped__"):
+        raise NotSwiGLU("its forward is wrapped by a decorator")
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError) as error:
+        raise NotSwiGLU(f"the source of its forward is not available ({type(error).__name__})") from error
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef):
+        raise NotSwiGLU("its forward is not a plain function")
+    if function.decorator_list:
+        raise NotSwiGLU(f"its forward is decorated with @{ast.unparse(function.decorator_list[0])}")
+    return function
+
+
+def read_forward(forward: Callable[..., Any], module: nn.Module | None) -> tuple[Expression, Reader]:
+    """Return what `forward` computes for the instance `module`, and the reader with what it noted.
+
+    Without a module no attribute has a value.
+    """
+    function = parsed(forward)
+    arguments = function.args
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    needed = len(positional) - len(arguments.defaults) + sum(default is None for default in arguments.kw_defaults)
+    if len(positional) < 2 or needed > 2:
+        raise NotSwiGLU(f"its forward takes ({ast.unparse(arguments)}), not one tensor")
+    by_keyword = [argument.arg for argument in arguments.kwonlyargs]
+    variadic = [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+    places: dict[str, int | None] = {name: place for place, name in enumerate(positional[2:])}
+    places |= dict.fromkeys(by_keyword)
+    given = [*arguments.defaults[len(arguments.defaults) - len(positional[2:]) :], *arguments.kw_defaults]
+    defaults = {name: node.value for name, node in zip(places, given, strict=True) if isinstance(node, ast.Constant)}
+    hidden = {*places, *variadic}
+    scope = {name: value for name, value in forward.__globals__.items() if name not in hidden}
+    reader = Reader(positional[0], module, scope, {positional[1]: ("input",)}, places, defaults)
+    reader.constants = Constants(positional[0], module, reader.values)
+    reader.extra_arguments = bool(hidden)
+    result = reader.run(function.body)
+    if result is None:
+        raise NotSwiGLU("its forward returns nothing")
+    return result, reader
+
+
+_PRODUCTS = frozenset({"mul", "mul_", "multiply", "glu", "einsum", "addcmul", "prod"})
+"""Names of functions that may multiply two branches."""
+
+
+@cache
+def multiplies_branches(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward may multiply two values that both depend on its arguments.
+
+    It may where its source is not available, or where it multiplies by a function of one of the names above.
+    """
+    try:
+        function = parsed(inspect.unwrap(forward))
+    except NotSwiGLU:
+        return True
+    arguments = function.args
+    names = {each.arg for each in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs)}
+    depends = names | {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and _is_stored(each)}
+
+    def is_branch(node: ast.expr) -> bool:
+        return any(isinstance(each, ast.Name) and each.id in depends for each in ast.walk(node))
+
+    for node in ast.walk(function):
+        match node:
+            case ast.BinOp(left=left, op=ast.Mult(), right=right) if is_branch(left) and is_branch(right):
+                return True
+            case ast.AugAssign(op=ast.Mult(), value=value) if is_branch(value):
+                return True
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _PRODUCTS:
+                return True
+    return False
+
+
+def _is_stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
+@dataclass
+class Reader:
+    """Substitutes assignments and live branches into the returned expression."""
+
+    own: str  # the name of self
+    module: nn.Module | None
+    scope: dict[str, Any]
+    values: dict[str, Expression]
+    places: dict[str, int | None]  # of further arguments, see DenseRoles.fixed_arguments
+    defaults: dict[str, Any]
+    constants: Constants = field(init=False)
+    half_sizes: set[str | int] = field(default_factory=set)  # attributes and numbers that a tensor is split by
+    fixed: set[str] = field(default_factory=set)  # further arguments that decided a branch
+    extra_arguments: bool = False
+
+    def run(self, body: list[ast.stmt]) -> Expression | None:
+        """Return what the statements return; None where they do not."""
+        for statement in body:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
+                    continue
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self.assign(name, value)
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    self.assign(name, value)
+                case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
+                    self.values[first], self.values[second] = self.two(value)
+                case ast.If(test=test, body=live, orelse=other):
+                    result = self.run(live if self.decide(test, statement) else other)
+                    if result is not None:
+                        return result
+                case ast.Return(value=ast.expr() as value):
+                    return self.evaluate(value)
+                case _:
+                    raise NotSwiGLU(f"its forward has the statement `{line(statement)}`, {EXPECTED}")
+        return None
+
+    def assign(self, name: str, value: ast.expr) -> None:
+        """Note the value of a local variable: an expression of the input, or the dtype of one."""
+        match value:
+            case ast.Attribute(value=ast.Name(id=tensor), attr="dtype") if tensor in self.values:
+                self.values[name] = ("dtype",)
+                return
+        known = self.constants.of(value)
+        self.values[name] = self.evaluate(value) if known is NO_CONSTANT else ("constant", known)
+
+    def two(self, node: ast.expr) -> tuple[Expression, Expression]:
+        """What two variables get."""
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            return self.evaluate(node.elts[0]), self.evaluate(node.elts[1])
+        whole = bare(self.evaluate(node))
+        if whole[0] != "pair":
+            raise NotSwiGLU(f"its forward unpacks `{line(node)}`")
+        return (whole[1], whole[2], 0), (whole[1], whole[2], 1)
+
+    def decide(self, test: ast.expr, statement: ast.AST) -> bool:
+        """Whether a branch is live, by constants and by defaults of further arguments."""
+        names = {each.id for each in ast.walk(test) if isinstance(each, ast.Name)} & self.defaults.keys()
+        defaults = {name: self.defaults[name] for name in names if name not in self.values}
+        known = self.constants.of(test, defaults)
+        if known is NO_CONSTANT:
+            raise NotSwiGLU(f"its forward has the statement `{line(statement)}`, {EXPECTED}")
+        self.fixed |= defaults.keys()
+        return bool(known)
+
+    def evaluate(self, node: ast.expr) -> Expression:
+        """Return what an expression of the source stands for."""
+        found: Expression | None = None
+        match node:
+            case ast.Name(id=name) if name in self.values and self.values[name][0] not in ("dtype", "constant"):
+                return self.values[name]
+            case ast.IfExp(test=test, body=live, orelse=other):
+                return self.evaluate(live if self.decide(test, node) else other)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                found = self.multiply(left, right)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                found = self.add(left, right)
+            case ast.Subscript(value=value, slice=index):
+                found = self.subscript(value, index)
+            case ast.Call(func=ast.Attribute(ast.Name(self.own), part), args=[argument], keywords=[]):
+                found = self.part(part, argument)
+            case ast.Call(func=function, args=arguments, keywords=keywords):
+                called = self.resolve(function)
+                if called is None and isinstance(function, ast.Attribute) and function.attr in METHODS:
+                    called, arguments = METHODS[function.attr], [function.value, *arguments]
+                found = self.call(called, arguments, keywords)
+        if found is None:
+            raise NotSwiGLU(f"its forward computes `{line(node)}`, {EXPECTED}")
+        return found
+
+    def part(self, name: str, argument: ast.expr) -> Expression | None:
+        """``self.<name>(argument)``: a module or function of the instance; not a method of its class."""
+        if self.module is not None and name not in self.module._modules and name not in self.module.__dict__:
+            return None
+        child = None if self.module is None else self.module._modules.get(name)
+        kind = "dropout" if type(child) is nn.Dropout or is_inert(child) else "part"
+        return (kind, name, self.evaluate(argument))
+
+    def multiply(self, left: ast.expr, right: ast.expr) -> Expression:
+        for one, other in ((left, right), (right, left)):
+            factor = self.constants.of(one)
+            if type(factor) in (int, float):
+                value = self.evaluate(other)
+                return value if factor == 1 else ("scaled", bare(value), factor, f"{line(left)} * {line(right)}")
+        return product(self.evaluate(left), self.evaluate(right))
+
+    def add(self, left: ast.expr, right: ast.expr) -> Expression | None:
+        for one, other in ((left, right), (right, left)):
+            number = self.constants.of(one)
+            if type(number) in (int, float):
+                return ("offset", bare(self.evaluate(other)), float(number))
+        first, second = bare(self.evaluate(left)), bare(self.evaluate(right))
+        for whole, alone in ((first, second), (second, first)):  # f * u + f
+            if whole[0] == "product" and alone in whole[1:]:
+                return ("product", alone, ("offset", whole[2] if whole[1] == alone else whole[1], 1.0))
+        return None
+
+    def subscript(self, value: ast.expr, index: ast.expr) -> Expression | None:
+        """One of two halves or stripes."""
+        match index:
+            case ast.Constant(value=0 | 1 as place):
+                whole = bare(self.evaluate(value))
+                return (whole[1], whole[2], place) if whole[0] == "pair" else None
+            case ast.Tuple(elts=[ast.Constant(value=leading), *rest]) if leading is ...:
+                match rest:
+                    case [ast.Slice(lower=lower, upper=upper, step=step)]:
+                        return self.part_of_row(value, lower, upper, step)
+                    case [ast.Constant(value=0 | 1 as place)]:
+                        return self.grid(value, "stripe", place)
+                    case [ast.Constant(value=0 | 1 as place), ast.Slice(lower=None, upper=None)]:
+                        return self.grid(value, "half", place)
+        return None
+
+    def grid(self, value: ast.expr, kind: str, place: Any) -> Expression | None:
+        """One of the two rows (halves) or columns (stripes) of an unflattened tensor."""
+        whole = bare(self.evaluate(value))
+        return (kind, whole[2], place) if whole[:2] == ("grid", kind) else None
+
+    def part_of_row(
+        self, value: ast.expr, lower: ast.expr | None, upper: ast.expr | None, step: ast.expr | None
+    ) -> Expression | None:
+        whole = bare(self.evaluate(value))
+        if step is not None:
+            start = 0 if lower is None else self.constants.of(lower)
+            stripe = upper is None and self.constants.of(step) == 2 and start in (0, 1)
+            return ("stripe", whole, start) if stripe else None
+        if (lower is None) == (upper is None):
+            return None
+        size = upper if lower is None else lower
+        assert size is not None
+        return ("half", whole, int(upper is None)) if self.is_half(size) else None
+
+    def is_half(self, size: ast.expr) -> bool:
+        """Whether `size` may be half of the last dimension, which the instance has to confirm later."""
+        if ast.unparse(size).endswith((".shape[-1] // 2", ".size(-1) // 2")):
+            return True
+        path = self.constants.path(size)
+        found: Any = path if path is not None else self.constants.of(size)
+        if type(found) not in (int, str):
+            return False
+        self.half_sizes.add(found)
+        return True
+
+    def call(self, function: object, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Expression | None:
+        """What a call of a function computes whose first argument is a tensor; None if that is not known."""
+        known = CALLS.get(function) if arguments and isinstance(function, Hashable) else None
+        if known is None or any(isinstance(each, ast.Starred) for each in arguments[:1]):
+            return None
+        return known(self, arguments[0], arguments[1:], keywords)
+
+    def linear_weight(self, weight: ast.expr, bias: ast.expr | None) -> str | None:
+        """The layer of ``F.linear(x, self.<layer>.weight, self.<layer>.bias)``, without a bias if it has none."""
+        name, _, leaf = (self.constants.path(weight) or "").rpartition(".")
+        layer = None if self.module is None else self.module._modules.get(name)
+        if layer is None or leaf != "weight":
+            return None
+        expected = None if getattr(layer, "bias", None) is None else f"{name}.bias"
+        none = bias is None or (isinstance(bias, ast.Constant) and bias.value is None)
+        given = None if none or bias is None else self.constants.path(bias)
+        fits = given == expected or (expected is None and given == f"{name}.bias")
+        return name if fits and (none or given is not None) else None
+
+    def resolve(self, node: ast.expr) -> object:
+        """The object a dotted global name stands for, or None."""
+        if isinstance(node, ast.Name) and node.id not in self.values:
+            return self.scope.get(node.id)
+        return getattr(self.resolve(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None

@@ -1,0 +1,145 @@
+"""What a reader of source makes of its parts: expressions of the input, and values that are known beforehand."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_neuron_moe.modules.dense_roles import constant_of
+
+EXPECTED = "expected down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+
+
+class NotSwiGLU(ValueError):  # noqa: N818 -- not an error of the program: the answer "no", with the reason
+    """The source is not a form this package knows; the message says what it met."""
+
+
+Expression = tuple[Any, ...]
+"""What an expression of the source stands for:
+
+("input",)                     the argument of forward
+("part", name, argument)       ``self.<name>(argument)``
+("act", row, alpha, argument)  an activation that forward calls or spells out itself, by its row
+("product", left, right)       ``left * right``
+("scaled", argument, c, line)  ``argument * c``, c a number other than 1
+("offset", argument, c)        ``argument + c``
+("sigmoid", argument, c)       ``torch.sigmoid(c * argument)``
+("clamp", argument, lo, hi)    clamped, None for an absent limit
+("cast", argument, kind)       in fp32 (``"float"``), or in another tensor's dtype (``"back"``)
+("half", whole, index)         first (0) or second (1) half of a tensor along its last dimension
+("stripe", whole, index)       its even (0) or odd (1) entries along its last dimension
+("pair", kind, whole)          both halves or stripes, in order
+("grid", kind, whole)          the last dimension unflattened to ``(2, I)`` (halves) or ``(I, 2)`` (stripes)
+("dropout", name, argument)    dropout by a module or probability of the instance, or by a number
+"""
+
+
+def bare(value: Expression) -> Expression:
+    """Return `value` without casts around it."""
+    while value[0] == "cast":
+        value = value[1]
+    return value
+
+
+def same(one: Expression, other: Expression) -> bool:
+    """Whether both are one value: one evaluation, or equal ones of a layer that reads the input itself.
+
+    A module in front of the layer may draw random numbers, so that two of its results differ.
+    """
+    return one is other or (one == other and str(one).count("'part'") + str(one).count("'dropout'") <= 1)
+
+
+def product(left: Expression, right: Expression) -> Expression:
+    """``left * right``; ``g * sigmoid(c g)`` is an activation."""
+    left, right = bare(left), bare(right)
+    for one, other in ((left, right), (right, left)):
+        if other[0] == "sigmoid" and same(other[1], one):
+            return ("act", "silu", 1.0, one) if other[2] == 1 else ("act", "swish", other[2], one)
+    return ("product", left, right)
+
+
+def line(node: ast.AST) -> str:
+    """Return a node's source on one line of at most 100 characters."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+NO_CONSTANT = object()
+"""What :meth:`Constants.of` returns for anything that is not known beforehand."""
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
+
+
+class Constants:
+    """Evaluates source that needs plain values only: numbers, and plain attributes of the instance, which it notes.
+
+    `own` is the name of self. Local variables with a known value are in `values`.
+    """
+
+    def __init__(self, own: str, module: nn.Module | None, values: Mapping[str, Expression]) -> None:
+        self.own, self.module, self.values = own, module, values
+        self.read: dict[str, Any] = {}  # values by the paths of the attributes read
+
+    def of(self, node: ast.expr, defaults: Mapping[str, Any] | None = None) -> Any:
+        """Return the value of `node`, :data:`NO_CONSTANT` where it is not known; `defaults` are values of names."""
+        before = dict(self.read)
+        try:
+            return self._of(node, defaults or {})
+        except (LookupError, AttributeError, TypeError, ZeroDivisionError):
+            self.read = before
+            return NO_CONSTANT
+
+    def path(self, node: ast.expr) -> str | None:
+        """Return the dotted path of ``self.a.b``; None for anything else."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        own = isinstance(node, ast.Name) and node.id == self.own and names
+        return ".".join(reversed(names)) if own else None
+
+    def _of(self, node: ast.expr, defaults: Mapping[str, Any]) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name) if name in defaults:
+                return defaults[name]
+            case ast.Name(id=name) if self.values.get(name, ("",))[0] == "constant":
+                return self.values[name][1]
+            case ast.Attribute():
+                return self._attribute(self.path(node))
+            case ast.UnaryOp(op=op, operand=operand):
+                return _UNARY[type(op)](self._of(operand, defaults))
+            case ast.BinOp(left=left, op=op, right=right):
+                return _BINARY[type(op)](self._of(left, defaults), self._of(right, defaults))
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return _BINARY[type(op)](self._of(left, defaults), self._of(right, defaults))
+            case ast.BoolOp(op=op, values=values):
+                every = all if isinstance(op, ast.And) else any
+                return every(self._of(each, defaults) for each in values)
+        raise LookupError(line(node))
+
+    def _attribute(self, path: str | None) -> Any:
+        if path is None or self.module is None:
+            raise LookupError(path)
+        value = self.read[path] = constant_of(self.module, path)
+        return value

@@ -1,0 +1,96 @@
+"""The precision of each block: one name for all of them, or a map from globs over module names. Imports no torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from hf_neuron_moe.errors import ConfigError, nearest
+
+DEFAULT_GLOB = "*"
+"""The entry of a map for blocks that none of its other globs matches."""
+
+_FORM = f'a mapping such as {{"{DEFAULT_GLOB}": "mxfp8", "model.layers.0.*": "bf16"}}'
+
+
+class PrecisionMap(dict[str, str]):
+    """Precision by glob over module names. It is sorted, hashable, and equal to an ordinary dict of its entries.
+
+    ``"*"`` holds for blocks that none of the other globs matches.
+    """
+
+    def _refuse_change(self, *args: Any, **options: Any) -> NoReturn:
+        raise TypeError("a PrecisionMap cannot be changed: make a new one")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse_change
+    clear = pop = popitem = setdefault = update = _refuse_change
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrecisionMap, (dict(self),)
+
+    def __str__(self) -> str:
+        return spelled(self)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """All globs but the default."""
+        return tuple(glob for glob in self if glob != DEFAULT_GLOB)
+
+    def of(self, names: Sequence[str]) -> str:
+        """Return the precision of the block that has `names`; ConfigError where globs that match it disagree."""
+        matching = [glob for glob in self.globs if fnmatch.filter(names, glob)]
+        if len({self[glob] for glob in matching}) > 1:
+            expected = "made of globs of which those that match one block give it one precision"
+            given = " and ".join(f"{glob!r} ({self[glob]})" for glob in matching)
+            raise ConfigError.about(
+                "precision", expected, f"{given}, which match {names[0]!r}", "Make one of them narrower."
+            )
+        return self[matching[0] if matching else DEFAULT_GLOB]
+
+
+Precision = str | PrecisionMap
+"""One precision for all blocks, or a map."""
+
+
+def as_precision(value: Any, allowed: tuple[str, ...]) -> Precision:
+    """Check every form that an option ``precision`` takes, and return it; a map of one entry is that precision."""
+    if not isinstance(value, Mapping):
+        return _checked("precision", value, allowed)
+    for glob, precision in value.items():
+        if not isinstance(glob, str):
+            fix = "Put the glob into quotes."
+            raise ConfigError.about("precision", "a mapping whose keys are globs over module names", repr(glob), fix)
+        _checked(f"precision[{glob!r}]", precision, allowed)
+    if DEFAULT_GLOB not in value:
+        fix = f'Add "{DEFAULT_GLOB}" with the precision of the blocks that no other glob matches.'
+        raise ConfigError.about("precision", f'{_FORM}, with the key "{DEFAULT_GLOB}"', repr(dict(value)), fix)
+    return PrecisionMap(sorted(value.items())) if len(value) > 1 else str(value[DEFAULT_GLOB])
+
+
+def precision_of(precision: Precision, names: Sequence[str]) -> str:
+    """Return the precision of the block that has `names`."""
+    return precision.of(names) if isinstance(precision, PrecisionMap) else precision
+
+
+def precisions_in(precision: Precision) -> tuple[str, ...]:
+    """Return the names that occur in `precision`, sorted."""
+    return tuple(sorted(set(precision.values()))) if isinstance(precision, PrecisionMap) else (precision,)
+
+
+def spelled(precision: object) -> str:
+    """Return a precision or a map of precisions as one line: the default, then what each other glob has."""
+    if not isinstance(precision, Mapping):
+        return str(precision)
+    others = [f"{glob}: {name}" for glob, name in precision.items() if glob != DEFAULT_GLOB]
+    return ", ".join([str(precision.get(DEFAULT_GLOB, "?")), *others])
+
+
+def _checked(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in allowed:
+        return value
+    hint = nearest(value, list(allowed)) if isinstance(value, str) else ""
+    raise ConfigError.about(argument, f"one of {', '.join(allowed)}", repr(value), f"Choose one of these.{hint}")

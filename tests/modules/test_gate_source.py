@@ -1,0 +1,289 @@
+"""Which gates are read from source, which numbers they depend on, and which sources are no gate."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS, ACT2FN
+
+from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_source import read_gate
+from hf_neuron_moe.modules.structure import act_of, gate_of
+
+
+class Holder(nn.Module):
+    """What the methods below read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.limit = 7
+        self.alpha = 1.702
+        self.none = None
+        self.endless = math.inf
+        self.undefined = math.nan
+        self.tensor = torch.tensor(7.0)
+        self.flag = True
+
+
+def plain(self: Any, z: Tensor) -> Tensor:
+    """The usual one."""
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def up_first_in_the_product(self: Any, z: Tensor) -> Tensor:
+    gate, up = torch.chunk(z, 2, -1)
+    h = up * F.silu(gate)
+    return h
+
+
+def spelled_out(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, -1)
+    return torch.sigmoid(gate.float()) * up.float() * gate.float()
+
+
+def alternating(self: Any, z: Tensor) -> Tensor:
+    gate, up = z[..., ::2], z[..., 1::2]
+    return (1 + up) * gate * (self.alpha * gate).sigmoid()
+
+
+def clamped(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    gate, up = torch.clamp(gate, max=self.limit), up.clamp(-self.limit, self.limit)
+    return torch.mul(self.act_fn(gate), up)
+
+
+def clamped_after(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate).clamp(max=self.limit) * up
+
+
+def without_end(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate.clamp(self.none, self.endless)) * up.clamp(min=-self.endless, max=self.endless)
+
+
+def softcapped(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    dtype = z.dtype
+    capped = torch.tanh(gate / 4.0) * 4.0 * torch.sigmoid(gate)
+    return (capped * (torch.tanh(up / self.limit) * self.limit)).to(dtype)
+
+
+def cast_back(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
+
+
+READ: dict[Callable[..., Tensor], tuple[Gate, bool, dict[str, Any]]] = {
+    plain: (Gate(), False, {}),
+    up_first_in_the_product: (Gate(), False, {}),
+    spelled_out: (Gate(), False, {}),
+    alternating: (Gate("swish", 1.702, up_offset=1.0), True, {"alpha": 1.702}),
+    clamped: (Gate(gate_max=7.0, up_max=7.0, up_min=-7.0), False, {"limit": 7}),
+    clamped_after: (Gate(act_max=7.0), False, {"limit": 7}),
+    without_end: (Gate(), False, {"none": None, "endless": math.inf}),
+    softcapped: (Gate(gate_softcap=4.0, up_softcap=7.0), False, {"limit": 7}),
+    cast_back: (Gate(), False, {}),
+}
+
+
+@pytest.mark.parametrize("method", READ, ids=lambda method: method.__name__)
+def test_what_a_method_computes_is_read(method: Callable[..., Tensor]) -> None:
+    gate, interleaved, constants = READ[method]
+    found = read_gate(Holder(), method)
+    assert (found.gate, found.interleaved, dict(found.constants)) == (gate, interleaved, constants)
+    called = method not in (up_first_in_the_product, spelled_out, alternating, softcapped)
+    assert found.activation == ("act_fn" if called else None)
+
+
+def second_half(self: Any, z: Tensor) -> Tensor:
+    up, gate = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def doubled(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * up * 2
+
+
+def other_sigmoid(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return gate * torch.sigmoid(up)
+
+
+def sigmoid_of_clamped(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate.clamp(max=self.limit)) * up
+
+
+def activated_twice(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * self.act_fn(up)
+
+
+def clamped_whole(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return (self.act_fn(gate) * up).clamp(max=self.limit)
+
+
+def rounded(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate.to(torch.bfloat16)) * up
+
+
+def in_place(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    gate *= 2
+    return self.act_fn(gate) * up
+
+
+def in_thirds(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(3, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def along_rows(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=0)
+    return self.act_fn(gate) * up
+
+
+def softcap_of_another_number(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return torch.tanh(gate / 4.0) * 5.0 * torch.sigmoid(gate) * up
+
+
+def reads_a_tensor(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate.clamp(max=self.tensor)) * up
+
+
+def reads_a_flag(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate.clamp(max=self.flag)) * up
+
+
+def reads_nan(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate.clamp(max=self.undefined)) * up
+
+
+def crossed_limits(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * up.clamp(self.limit, -self.limit)
+
+
+def branches(self: Any, z: Tensor) -> Tensor:
+    if self.flag:
+        return z
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+REFUSED = {
+    second_half: "the gate in the second",
+    doubled: "its gate is not act",
+    other_sigmoid: "its gate is not act",
+    sigmoid_of_clamped: "its gate is not act",
+    activated_twice: "its gate is not act",
+    clamped_whole: "its gate is not act",
+    rounded: "computes `torch.bfloat16`",
+    in_place: "the statement `gate \\*= 2`",
+    in_thirds: r"z.chunk\(3, dim=-1\)",
+    along_rows: r"z.chunk\(2, dim=0\)",
+    softcap_of_another_number: "its gate is not act",
+    reads_a_tensor: "reads tensor, Tensor, not a number",
+    reads_a_flag: "reads flag, bool, not a number",
+    reads_nan: "reads undefined, float, not a number",
+    crossed_limits: "its gate defines no function: up_min",
+    branches: "the statement `if self.flag",
+}
+
+
+@pytest.mark.parametrize("method", REFUSED, ids=lambda method: method.__name__)
+def test_what_is_no_known_gate_gets_a_reason(method: Callable[..., Tensor]) -> None:
+    with pytest.raises(UnknownForm, match=REFUSED[method]):
+        read_gate(Holder(), method)
+
+
+@pytest.mark.parametrize("method", READ, ids=lambda method: method.__name__)
+def test_what_is_read_is_what_the_method_computes(method: Callable[..., Tensor]) -> None:
+    """By the operators' own gating, at values on both sides of the limits."""
+    from hf_neuron_moe.modules import ops
+
+    torch.manual_seed(0)
+    found, holder, columns = read_gate(Holder(), method), Holder(), 12
+    z = torch.randn(9, 2 * columns) * 8
+    eye = torch.eye(2 * columns).unsqueeze(0)
+    y = ops.experts(
+        z,
+        torch.zeros(9, 1, dtype=torch.int64),
+        torch.ones(9, 1),
+        eye,
+        torch.eye(2 * columns, columns).unsqueeze(0),
+        transposed=False,
+        precision="fp32",
+        block_size=128,
+        backend="torch",
+        gate=found.gate,
+        interleaved=found.interleaved,
+    )
+    torch.testing.assert_close(y[:, :columns], method(holder, z), rtol=1e-5, atol=1e-5)
+
+
+ACTS = {
+    "silu": ["silu", "swish"],
+    "gelu": ["gelu", "gelu_python"],
+    "gelu_tanh": ["gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast"],
+    "squared_relu": ["relu2"],
+    "swish": ["quick_gelu"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(ACT2CLS))
+def test_every_activation_of_transformers_is_its_row_or_none(name: str) -> None:
+    """The row's function at 2001 points, to the rounding of fp32; names without a row have none."""
+    activation = ACT2FN[name]
+    row = next((row for row, names in ACTS.items() if name in names), None)
+    assert act_of(activation) == row
+    if row is None:
+        return
+    from hf_neuron_moe.backends.torch.gating import ACTIVATIONS, gating_of
+
+    x = torch.linspace(-12, 12, 2001)
+    gate = gate_of(activation)
+    assert gate is not None
+    act_ = gating_of(gate).act_
+    value = ACTIVATIONS[row].value(x) if act_ is None else act_(x.clone())
+    torch.testing.assert_close(value, activation(x), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        functools.partial(F.gelu, approximate="tanh"),
+        nn.ReLU(),
+        torch.relu,
+        type("SiLU", (nn.SiLU,), {})(),
+        ACT2FN["gelu_10"],
+    ],
+    ids=["partial", "relu", "function", "subclass", "clipped"],
+)
+def test_other_activations_have_no_row(activation: Any) -> None:
+    assert act_of(activation) is None
+
+
+def test_an_activation_whose_function_was_exchanged_has_no_row() -> None:
+    for name in ("gelu", "gelu_pytorch_tanh"):
+        activation = ACT2FN[name]
+        activation.act = F.relu
+        assert act_of(activation) is None
