@@ -29,6 +29,8 @@ from census_judge import DIED, DIFFERENT, NOT_BUILT, RESULTS, Row, judge
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported.md"
 BEGIN, END = "<!-- census: begin -->\n", "<!-- census: end -->\n"
+PRELOADED = ("hf_neuron_moe.patching.api", "transformers.modeling_utils", "transformers.integrations.moe", "torch._dynamo")
+"""Modules that are imported once for all processes."""
 TIMEOUT = 120.0
 """Seconds for one class, on a busy machine too."""
 
@@ -44,7 +46,7 @@ class Running(NamedTuple):
 def census(classes: Sequence[Listed], jobs: int, timeout: float = TIMEOUT) -> Iterator[Row]:
     """Yield the row of each class as it is done, from at most `jobs` processes at a time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["census_judge"])  # imports torch and transformers once for all processes
+    context.set_forkserver_preload(list(PRELOADED))
     waiting, running = deque(classes), dict[Connection, Running]()
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -28,7 +28,8 @@ _ARGUMENTS: dict[str, Any] = {
     "intermediate_size": 96, "hidden_dim": 96, "hidden_features": 96, "ffn_dim": 96, "mlp_dim": 96, "inner_dim": 96,
     "ffn_hidden_size": 96, "intermediate_dim": 96, "d_ff": 96, "layer_idx": 0, "layer_id": 0, "use_flexible_linear": False,
     "hidden_act": "silu", "activation": "silu", "act_fn": "silu", "act_layer": nn.GELU, "bias": True,
-    "num_fwd_mem_blocks": 2, "multiplier": 2, "num_layers": 2, "block_id": 0, "layer_index": 0, "num_experts": 4, "drop": 0.0,
+    "in_dim": 64, "out_chs": 64, "stage_idx": 0, "llm_embed_dim": 64, "ffn_latent_dim": 96, "n_state": 96,
+    "widening_factor": 2, "dim_hidden": 96, "num_fwd_mem_blocks": 2, "multiplier": 2, "num_layers": 2, "block_id": 0, "layer_index": 0, "num_experts": 4, "drop": 0.0,
 }  # fmt: skip
 """What constructors get for arguments without a default, where no constructor call of the library says it."""
 

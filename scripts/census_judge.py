@@ -23,7 +23,8 @@ PATCHED, IN_PART, NO_GATE, UNSEEN, REFUSED, NOT_BUILT, DIFFERENT, DIED = RESULTS
 )  # fmt: skip
 """Results: `patched` means patched and equal to the class's own forward and gradients, however the library makes it."""
 LAYOUTS = ("stock", "kernel")
-TOKENS = (2, 9)
+TOKENS = (2, 10)
+"""Batch and sequence: a multiple of the four experts that an instance has."""
 TOP_K = 2
 
 
@@ -89,13 +90,15 @@ def _judge_block(listed: Listed, container: nn.ModuleDict, name: str) -> Row:
         return Row(*listed, REFUSED, reason=candidate.reason)
     gate = candidate.gate
     row = Row(*listed, PATCHED, gate=getattr(gate, "text", str(gate)))
-    try:
-        for layout in LAYOUTS:
+    for layout in LAYOUTS:
+        try:
             compare(container, layout)
-    except AssertionError as error:
-        return row._replace(result=DIFFERENT, reason=" ".join(str(error).split())[:300])
-    except NeuronMoEError as error:
-        return row._replace(result=REFUSED, reason=str(error))
+        except AssertionError as error:
+            return row._replace(result=DIFFERENT, reason=" ".join(str(error).split())[:300])
+        except NeuronMoEError as error:
+            if layout == LAYOUTS[0]:
+                return row._replace(result=REFUSED, reason=str(error))
+            row = row._replace(reason=f"in {LAYOUTS[0]} layout only")
     return row
 
 
@@ -155,26 +158,28 @@ def _gradients(container: nn.Module) -> dict[str, Tensor]:
 
 def _inputs(module: nn.Module) -> dict[str, Any]:
     """Arguments for the forward of a gated MLP, of experts, or of a block with experts."""
-    forward = inspect.signature(inspect.unwrap(type(module).forward))
-    names = [
-        name
-        for name, parameter in list(forward.parameters.items())[1:]
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
+    parameters = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters.values())[1:]
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     generator = torch.Generator().manual_seed(3)
     hidden_BSH = torch.randn(*TOKENS, _hidden_size(module), generator=generator)
-    if {"top_k_index", "top_k_weights"} <= set(names):
-        count = TOKENS[0] * TOKENS[1]
+    if len(names) == 3 and "ind" in names[1] and "weights" in names[2]:
         experts = int(getattr(module, "num_experts", 0)) or next(module.parameters()).shape[0]
-        scores_TE = torch.rand(count, experts, generator=generator)
+        scores_TE = torch.rand(TOKENS[0] * TOKENS[1], experts, generator=generator)
         weights_TK, index_TK = scores_TE.topk(min(TOP_K, experts), dim=-1)
         return dict(zip(names, (hidden_BSH.flatten(0, 1), index_TK, weights_TK)))
-    return {name: 0 if name == "layer_idx" else hidden_BSH.clone() for name in names}
+    needed = [each.name for each in parameters if each.name in names and each.default is each.empty]
+    given = dict[str, Any]((name, hidden_BSH.clone()) for name in needed)
+    return given | {name: given[name].flatten(0, 1) for name in given if _is_stacked(module)}
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    """Whether a module holds one matrix per expert itself: its hidden states are rows."""
+    return any(param.dim() == 3 for param in module._parameters.values() if param is not None)
 
 
 def _hidden_size(module: nn.Module) -> int:
     """The width of the input: of the first linear layer, or what experts say about themselves."""
-    for name in ("hidden_dim", "hidden_size", "input_size"):
+    for name in ("input_size", "hidden_dim", "hidden_size"):
         value = getattr(module, name, None)
         if type(value) is int and not any(isinstance(each, nn.Linear) for each in module.children()):
             return value
