@@ -19,7 +19,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,12 @@ from census_judge import DIED, DIFFERENT, NOT_BUILT, RESULTS, Row, judge
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported.md"
 BEGIN, END = "<!-- census: begin -->\n", "<!-- census: end -->\n"
-PRELOADED = ("hf_neuron_moe.patching.api", "transformers.modeling_utils", "transformers.integrations.moe", "torch._dynamo")
+PRELOADED = (
+    "hf_neuron_moe.patching.api",
+    "transformers.modeling_utils",
+    "transformers.integrations.moe",
+    "torch._dynamo",
+)
 """Modules that are imported once for all processes."""
 TIMEOUT = 120.0
 """Seconds for one class, on a busy machine too."""
@@ -43,8 +48,22 @@ class Running(NamedTuple):
     deadline: float
 
 
-def census(classes: Sequence[Listed], jobs: int, timeout: float = TIMEOUT) -> Iterator[Row]:
-    """Yield the row of each class as it is done, from at most `jobs` processes at a time."""
+def _answer(listed: Listed, sender: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    sender.send(judge(listed))
+
+
+Answer = Callable[[Listed, Connection], None]
+
+
+def census(classes: Sequence[Listed], jobs: int, timeout: float = TIMEOUT, answer: Answer = _answer) -> Iterator[Row]:
+    """Yield the row of each class as it is done, from at most `jobs` processes at a time.
+
+    `answer` runs in a process of its own and sends the row of a class; a process without an answer within `timeout`
+    seconds is ended.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     waiting, running = deque(classes), dict[Connection, Running]()
@@ -52,7 +71,7 @@ def census(classes: Sequence[Listed], jobs: int, timeout: float = TIMEOUT) -> It
         while waiting and len(running) < jobs:
             listed = waiting.popleft()
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_answer, args=(listed, sender), daemon=True)
+            process = context.Process(target=answer, args=(listed, sender), daemon=True)
             process.start()
             sender.close()
             running[receiver] = Running(listed, process, time.monotonic() + timeout)
@@ -61,13 +80,6 @@ def census(classes: Sequence[Listed], jobs: int, timeout: float = TIMEOUT) -> It
             if receiver in ready or time.monotonic() > each.deadline:
                 del running[receiver]
                 yield _collected(receiver, each, timeout)
-
-
-def _answer(listed: Listed, sender: Connection) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    sender.send(judge(listed))
 
 
 def _collected(receiver: Connection, each: Running, timeout: float) -> Row:
@@ -90,7 +102,8 @@ def chosen(patterns: Sequence[str]) -> list[Listed]:
     return [
         each
         for each in library_classes()
-        if not patterns or any(fnmatch.fnmatchcase(name, glob) for glob in patterns for name in (each.name, each.family))
+        if not patterns
+        or any(fnmatch.fnmatchcase(name, glob) for glob in patterns for name in (each.name, each.family))
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -18,7 +17,9 @@ from torch import nn
 LARGEST = 8_000_000
 """Most parameters of an instance; more would say that a size was not made small."""
 
-_SIZE = re.compile(r"hidden|intermediate|inner|ffn|mlp|d_model|d_ff|n_embd|dim|width|channels|embed|expert_size|lora|rank")
+_SIZE = re.compile(
+    r"hidden|intermediate|inner|ffn|mlp|d_model|d_ff|n_embd|dim|width|channels|embed|expert_size|lora|rank"
+)
 _NO_SIZE = re.compile(r"position|dropout|layers|heads|vocab|patch|image|act|per_")
 _EXPERTS = re.compile(r"^(n|num|moe_num|moe_n)_?.*experts$|^moe_num_primary_experts$")
 _TOP_K = re.compile(r"per_tok|top_?k")
@@ -26,12 +27,14 @@ _ARGUMENTS: dict[str, Any] = {
     "hidden_size": 64, "embed_dim": 64, "dim": 64, "in_features": 64, "in_channels": 64, "input_size": 64,
     "d_model": 64, "input_dim": 64, "out_features": 64, "output_dim": 64, "context_dim": 64, "out_dim": 64,
     "intermediate_size": 96, "hidden_dim": 96, "hidden_features": 96, "ffn_dim": 96, "mlp_dim": 96, "inner_dim": 96,
-    "ffn_hidden_size": 96, "intermediate_dim": 96, "d_ff": 96, "layer_idx": 0, "layer_id": 0, "use_flexible_linear": False,
+    "ffn_hidden_size": 96, "intermediate_dim": 96, "d_ff": 96, "layer_idx": 0, "layer_id": 0,
+    "use_flexible_linear": False,
     "hidden_act": "silu", "activation": "silu", "act_fn": "silu", "act_layer": nn.GELU, "bias": True,
     "in_dim": 64, "out_chs": 64, "stage_idx": 0, "llm_embed_dim": 64, "ffn_latent_dim": 96, "n_state": 96,
-    "widening_factor": 2, "dim_hidden": 96, "num_fwd_mem_blocks": 2, "multiplier": 2, "num_layers": 2, "block_id": 0, "layer_index": 0, "num_experts": 4, "drop": 0.0,
+    "widening_factor": 2, "dim_hidden": 96, "num_fwd_mem_blocks": 2,
+    "multiplier": 2, "num_layers": 2, "block_id": 0, "layer_index": 0, "num_experts": 4, "drop": 0.0,
 }  # fmt: skip
-"""What constructors get for arguments without a default, where no constructor call of the library says it."""
+"""What constructors get for arguments without a default, where the library's own calls do not give a constant."""
 
 
 class NotBuilt(Exception):  # noqa: N818 -- the answer "no", with the reason
@@ -144,7 +147,7 @@ def _configs(cls: type[nn.Module]) -> Iterator[Any]:
     known = {name: kind for home in (folder, module) for name, kind in vars(home).items() if inspect.isclass(kind)}
     kinds = {name: kind for name, kind in known.items() if issubclass(kind, PreTrainedConfig)}
     kinds.pop("PreTrainedConfig", None)
-    like = sorted(kinds, key=lambda name: -len(os.path.commonprefix([name, cls.__name__])))
+    like = sorted(kinds, key=lambda name: -_common(name, cls.__name__))
     nested: list[Any] = []
     for name in dict.fromkeys([*(name for name in _annotated(cls.__module__, cls.__name__) if name in kinds), *like]):
         try:
@@ -154,6 +157,11 @@ def _configs(cls: type[nn.Module]) -> Iterator[Any]:
         nested += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
         yield _small(config)
     yield from map(_small, nested)
+
+
+def _common(left: str, right: str) -> int:
+    """The number of first characters that two names have in common."""
+    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
 
 
 def _annotated(module: str, name: str, levels: int = 4) -> Iterator[str]:

@@ -1,0 +1,214 @@
+"""The census of transformers' classes: what it reads from sources, what it compares, and the page that it writes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import census
+import census_judge
+import pytest
+import torch
+import transformers
+from census import Row
+from census_classes import (
+    DENSE,
+    EXPERTS,
+    OTHER_DENSE,
+    OTHER_EXPERTS,
+    UNGATED,
+    Listed,
+    SourceFile,
+    kind_of,
+    library_classes,
+)
+from census_judge import DIED, DIFFERENT, IN_PART, NO_GATE, NOT_BUILT, PATCHED, REFUSED, judge
+from torch import nn
+
+PAGE = census.PAGE.read_text(encoding="utf-8")
+RELEASE = PAGE.split("\ntransformers ")[1].split(",")[0]
+same_release = pytest.mark.skipif(transformers.__version__ != RELEASE, reason=f"the page is of transformers {RELEASE}")
+
+PARTS = ("self.gate_proj = nn.Linear(2, 3)", "self.up_proj = nn.Linear(2, 3)", "self.down_proj = nn.Linear(3, 2)")
+HALVES = ("self.fc1 = nn.Linear(2, 6)", "self.fc2 = nn.Linear(3, 2)")
+STACKED = (
+    "self.w = nn.Parameter(torch.empty(num_experts, 6, 2))",
+    "self.v = nn.Parameter(torch.empty(num_experts, 2, 3))",
+)
+
+
+def kind(
+    parts: tuple[str, ...], *forward: str, name: str = "SomeMLP", arguments: str = "x", helper: str = "0"
+) -> str | None:
+    """The kind of a class with these statements; `helper` is what its method ``gate`` returns."""
+    methods = {
+        "__init__(self)": parts,
+        f"forward(self, {arguments})": forward,
+        "gate(self, y)": (f"return {helper}",),
+    }
+    lines = [f"    def {head}:\n" + "".join(f"        {line}\n" for line in body) for head, body in methods.items()]
+    node = ast.parse(f"class {name}(nn.Module):\n" + "".join(lines)).body[0]
+    assert isinstance(node, ast.ClassDef)
+    return kind_of(SourceFile({name: node}), node)
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (["return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))"], DENSE),
+        (["return self.down_proj(torch.mul(self.gate_proj(x).clamp(max=7.0), self.up_proj(x)))"], DENSE),
+        (["g = self.gate_proj(x)", "g *= self.up_proj(x)", "return self.down_proj(g)"], DENSE),
+        (["if self.flag:", "    g = self.gate_proj(x) * self.up_proj(x)", "return self.down_proj(g)"], DENSE),
+        (["return self.down_proj(self.gate_proj(x) + self.up_proj(x))"], UNGATED),
+        (["return self.gate_proj(x) * self.up_proj(x)"], UNGATED),  # no projection of the product
+    ],
+)
+def test_the_kind_of_three_projections(forward: list[str], expected: str) -> None:
+    assert kind(PARTS, *forward) == expected
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (["u, g = self.fc1(x).chunk(2, dim=-1)", "return self.fc2(F.silu(g) * u)"], OTHER_DENSE),
+        (["z = self.fc1(x).chunk(2, dim=-1)", "return self.fc2(F.silu(z[0]) * z[1])"], OTHER_DENSE),
+        (["z = self.fc1(x)", "return self.fc2(z * torch.sigmoid(z))"], UNGATED),  # one branch
+        (["return self.fc2(self.scale * F.gelu(self.fc1(x)))"], UNGATED),
+    ],
+)
+def test_the_kind_of_two_projections(forward: list[str], expected: str) -> None:
+    assert kind(HALVES, *forward) == expected
+    assert kind(HALVES, *forward, name="Other") == (None if expected == UNGATED else expected)
+
+
+def test_the_kind_of_other_classes() -> None:
+    product = "self.gate_proj(y) * self.up_proj(y)"
+    assert kind(PARTS, "return self.down_proj(self.gate(x))", helper=product) == DENSE
+    assert kind(PARTS, "return self.down_proj(self.gate(x))", helper="self.gate_proj(y)") == UNGATED
+    halves = ("g, u = F.linear(x, self.w[0]).chunk(2, -1)", "return F.linear(g * u, self.v[0])")
+    assert kind(STACKED, *halves, name="Some") == OTHER_EXPERTS
+    mixed = ("return self.fc2(self.fc1(x) * self.fc2(x))",)
+    assert kind(HALVES, *mixed, name="Mixer") == OTHER_DENSE
+    assert kind(HALVES, *mixed, name="Mixer", arguments="x, past_key_values=None") is None
+    assert kind(HALVES, *mixed, name="SomeAttention") is None
+
+
+def row_of_page(listed: Listed) -> str:
+    return next(line for line in PAGE.splitlines() if line.startswith(f"| {listed.family} | `{listed.name}` |"))
+
+
+SAMPLES = [
+    Listed("llama", "LlamaMLP", DENSE),
+    Listed("gemma3", "Gemma3MLP", DENSE),
+    Listed("qwen2_5_vl", "Qwen2_5_VLMLP", DENSE),
+    Listed("moonshine", "MoonshineDecoderMLP", OTHER_DENSE),
+    Listed("mixtral", "MixtralExperts", EXPERTS),
+    Listed("gpt_oss", "GptOssExperts", EXPERTS),
+    Listed("llama4", "Llama4TextExperts", OTHER_EXPERTS),
+]
+
+
+@pytest.mark.parametrize("listed", SAMPLES, ids=lambda listed: listed.name)
+def test_samples_are_patched_and_equal(listed: Listed) -> None:
+    row = judge(listed)
+    assert row.result == PATCHED, row
+    if transformers.__version__ == RELEASE:
+        assert row_of_page(listed) in census.tables([row], RELEASE).splitlines()
+
+
+def test_an_mlp_without_a_gate_is_no_candidate() -> None:
+    assert judge(Listed("clip", "CLIPMLP", UNGATED)).result == NO_GATE
+
+
+@pytest.mark.parametrize("part", ["down_proj.weight", "up_proj.weight"])
+def test_a_wrong_result_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock_patch = census_judge.patch_model
+
+    def patch_wrongly(model: nn.Module, config: dict[str, Any]) -> None:
+        stock_patch(model, config)
+        with torch.no_grad():
+            model.get_parameter(f"block.{part}")[0, 0] += 1e-3
+
+    monkeypatch.setattr(census_judge, "patch_model", patch_wrongly)
+    row = judge(Listed("llama", "LlamaMLP", DENSE))
+    assert row.result == DIFFERENT and "in stock layout" in row.reason
+
+
+def test_a_class_without_a_configuration_is_not_built() -> None:
+    row = judge(Listed("no_such_family", "NoMLP", DENSE))
+    assert row.result == NOT_BUILT and census.failed([row]) == [row]
+    assert census.failed([row._replace(kind=UNGATED), row._replace(result=REFUSED), row._replace(result=PATCHED)]) == []
+
+
+def test_only_some_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([Row("f", "C", DENSE, PATCHED, "silu"), Row("f", "C", DENSE, REFUSED, reason="it has a bias")])
+    monkeypatch.setattr(census_judge, "class_of", lambda listed: nn.Linear)
+    monkeypatch.setattr(census_judge, "variants", lambda cls: [("", None), ("bias=True", None)])
+    monkeypatch.setattr(census_judge, "_judge_instance", lambda listed, module: next(answers))
+    assert judge(Listed("f", "C", DENSE)) == Row("f", "C", DENSE, IN_PART, "silu", "not with bias=True: it has a bias")
+
+
+def test_the_tables_are_written_between_the_marks() -> None:
+    rows = [
+        Row("a", "AMLP", DENSE, PATCHED, "silu"),
+        Row("b", "BMLP", DENSE, REFUSED, reason="a | b"),
+        Row("c", "C", UNGATED, NO_GATE),
+    ]
+    page = census.with_tables(f"head\n{census.BEGIN}old\n{census.END}tail\n", census.tables(rows, "9.9"))
+    assert page.startswith("head\n") and page.endswith(f"{census.END}tail\n") and "old" not in page
+    assert "| a | `AMLP` | patched | `silu` |  |\n| b | `BMLP` | refused |  | a \\| b |\n" in page
+    assert "| gated MLP | 1 |  | 1 | 2 |\n| MLP without a gate |  | 1 |  | 1 |\n" in page
+    assert census.with_tables(page, census.tables(rows, "9.9")) == page
+
+
+def test_part_of_the_classes_does_not_replace_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        census.main(["--only", "LlamaMLP", "--update-docs"])
+    assert "leave out --only" in capsys.readouterr().err
+
+
+def dies(listed: Listed, sender: Connection) -> None:
+    os._exit(7)
+
+
+def hangs(listed: Listed, sender: Connection) -> None:
+    time.sleep(600)
+
+
+def answers(listed: Listed, sender: Connection) -> None:
+    sender.send(Row(*listed, PATCHED))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_or_hangs_is_a_row() -> None:
+    classes = [Listed("f", "A", DENSE), Listed("f", "B", DENSE), Listed("f", "C", DENSE)]
+    assert [row.result for row in census.census(classes, 2, answer=answers)] == [PATCHED] * 3
+    dead = list(census.census(classes, 2, answer=dies))
+    assert [row.result for row in dead] == [DIED] * 3 and dead[0].reason == "its process ended with exit code 7"
+    assert [row.reason for row in census.census(classes[:1], 2, timeout=0.5, answer=hangs)] == [
+        "no answer within 0.5 s"
+    ]
+
+
+@same_release
+@pytest.mark.slow
+def test_the_page_has_every_class_of_the_release() -> None:
+    listed = [each for each in library_classes() if each.kind != UNGATED]
+    assert len(listed) > 200
+    assert sorted(line for each in listed for line in [row_of_page(each)]) == sorted(
+        line for line in PAGE.split(census.BEGIN)[1].splitlines() if line.count(" | ") >= 4 and "`" in line
+    )
+
+
+@same_release
+@pytest.mark.slow
+def test_the_page_is_what_the_census_says(tmp_path: Path) -> None:
+    rows = sorted(census.census(census.chosen([]), jobs=2))
+    assert census.failed(rows) == []
+    assert census.with_tables(PAGE, census.tables(rows, transformers.__version__)) == PAGE, (
+        "run scripts/census.py --update-docs"
+    )
