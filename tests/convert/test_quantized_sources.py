@@ -201,7 +201,7 @@ def test_a_module_that_is_left_is_decoded_too(tmp_path, monkeypatch):
     """What no kernel computes is copied as values, which is what the result's config.json says of it."""
     source, wanted = aria(tmp_path / "src")
     reason = "not today"
-    monkeypatch.setattr("hf_neuron_moe.patching.discovery._experts_reasons", lambda module: iter([reason]))
+    monkeypatch.setattr("hf_neuron_moe.patching.discovery._experts_reasons", lambda module, form: iter([reason]))
     with pytest.warns(NeuronMoEWarning, match=reason):
         manifest = convert_checkpoint(source, tmp_path / "dst")
     assert manifest is not None and {each.reason for each in (manifest.left or {}).values()} == {reason}
