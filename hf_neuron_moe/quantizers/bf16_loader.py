@@ -33,9 +33,10 @@ class Bf16Loader(nn.Module):
                 self.add_module(role, home)
         # Parameters beside the weights, such as biases, which a conversion leaves in their source form.
         own = candidate.module._parameters if candidate.roles is None else {}
-        self.others = [name for name, param in own.items() if param is not None and name not in tensors]
-        for name in self.others:
-            self.register_parameter(name, nn.Parameter(torch.empty_like(own[name], device="meta")))
+        others = {name: param for name, param in own.items() if param is not None and name not in tensors}
+        self.others = list(others)
+        for name, param in others.items():
+            self.register_parameter(name, nn.Parameter(torch.empty_like(param, device="meta")))
 
     def role(self, role: str) -> nn.Parameter:
         """Return the parameter of a role."""
