@@ -24,17 +24,52 @@ _NO_SIZE = re.compile(r"position|dropout|layers|heads|vocab|patch|image|act|per_
 _EXPERTS = re.compile(r"^(n|num|moe_num|moe_n)_?.*experts$|^moe_num_primary_experts$")
 _TOP_K = re.compile(r"per_tok|top_?k")
 _ARGUMENTS: dict[str, Any] = {
-    "hidden_size": 64, "embed_dim": 64, "dim": 64, "in_features": 64, "in_channels": 64, "input_size": 64,
-    "d_model": 64, "input_dim": 64, "out_features": 64, "output_dim": 64, "context_dim": 64, "out_dim": 64,
-    "intermediate_size": 96, "hidden_dim": 96, "hidden_features": 96, "ffn_dim": 96, "mlp_dim": 96, "inner_dim": 96,
-    "ffn_hidden_size": 96, "intermediate_dim": 96, "d_ff": 96, "layer_idx": 0, "layer_id": 0,
+    "hidden_size": 64,
+    "embed_dim": 64,
+    "dim": 64,
+    "in_features": 64,
+    "in_channels": 64,
+    "input_size": 64,
+    "d_model": 64,
+    "input_dim": 64,
+    "out_features": 64,
+    "output_dim": 64,
+    "context_dim": 64,
+    "out_dim": 64,
+    "intermediate_size": 96,
+    "hidden_dim": 96,
+    "hidden_features": 96,
+    "ffn_dim": 96,
+    "mlp_dim": 96,
+    "inner_dim": 96,
+    "ffn_hidden_size": 96,
+    "intermediate_dim": 96,
+    "d_ff": 96,
+    "layer_idx": 0,
+    "layer_id": 0,
     "use_flexible_linear": False,
-    "hidden_act": "silu", "activation": "silu", "act_fn": "silu", "act_layer": nn.GELU, "bias": True,
-    "in_dim": 64, "out_chs": 64, "stage_idx": 0, "llm_embed_dim": 64, "ffn_latent_dim": 96, "n_state": 96,
-    "widening_factor": 2, "dim_hidden": 96, "num_fwd_mem_blocks": 2,
-    "multiplier": 2, "num_layers": 2, "block_id": 0, "layer_index": 0, "num_experts": 4, "drop": 0.0,
-}  # fmt: skip
-"""What constructors get for arguments without a default, where the library's own calls do not give a constant."""
+    "hidden_act": "silu",
+    "activation": "silu",
+    "act_fn": "silu",
+    "act_layer": nn.GELU,
+    "bias": True,
+    "in_dim": 64,
+    "out_chs": 64,
+    "stage_idx": 0,
+    "llm_embed_dim": 64,
+    "ffn_latent_dim": 96,
+    "n_state": 96,
+    "widening_factor": 2,
+    "dim_hidden": 96,
+    "num_fwd_mem_blocks": 2,
+    "multiplier": 2,
+    "num_layers": 2,
+    "block_id": 0,
+    "layer_index": 0,
+    "num_experts": 4,
+    "drop": 0.0,
+}
+"""What constructors get for arguments without a default, where no constructor call of the library says it."""
 
 
 class NotBuilt(Exception):  # noqa: N818 -- the answer "no", with the reason
@@ -147,7 +182,7 @@ def _configs(cls: type[nn.Module]) -> Iterator[Any]:
     known = {name: kind for home in (folder, module) for name, kind in vars(home).items() if inspect.isclass(kind)}
     kinds = {name: kind for name, kind in known.items() if issubclass(kind, PreTrainedConfig)}
     kinds.pop("PreTrainedConfig", None)
-    like = sorted(kinds, key=lambda name: -_common(name, cls.__name__))
+    like = sorted(kinds, key=lambda name: -_shared(name, cls.__name__))
     nested: list[Any] = []
     for name in dict.fromkeys([*(name for name in _annotated(cls.__module__, cls.__name__) if name in kinds), *like]):
         try:
@@ -159,9 +194,9 @@ def _configs(cls: type[nn.Module]) -> Iterator[Any]:
     yield from map(_small, nested)
 
 
-def _common(left: str, right: str) -> int:
-    """The number of first characters that two names have in common."""
-    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
+def _shared(one: str, other: str) -> int:
+    """How many letters two names begin with alike."""
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _annotated(module: str, name: str, levels: int = 4) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +59,9 @@ class Branch(NamedTuple):
     sources: frozenset[str] = frozenset()
     gated: bool = False
     of_input: bool = False
+
+
+UNKNOWN = Branch()
 
 
 def join(values: Iterable[Branch]) -> Branch:
@@ -127,7 +130,7 @@ class Reader:
     values: dict[str, Branch]
     within_method: bool = False  # whether this is a method that forward calls; what that calls in turn is not read
     projected: bool = False  # whether a projection took a product of two branches
-    returned: Branch = field(default_factory=Branch)
+    returned: Branch = UNKNOWN
 
     def run(self, body: list[ast.stmt]) -> None:
         for statement in body:

@@ -9,7 +9,7 @@ Saved for backward are the block's input (in the compute dtype), the routing, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -147,20 +147,18 @@ def recorded_policy(
 
 def _without_dispatch(inputs: tuple[Tensor | None, ...], backend: str) -> Backend | None:
     """The backend where it can be called without the operator around, whose dispatch is a share of one token's time."""
-    if not _plain_inference(inputs):
+    if not _plain_inference([tensor for tensor in inputs if tensor is not None]):
         return None
     kernels = get_backend(backend)
     return None if kernels.traceable else kernels
 
 
-def _plain_inference(inputs: tuple[Tensor | None, ...]) -> bool:
+def _plain_inference(inputs: Iterable[Tensor]) -> bool:
     """Whether there is nothing to record, nothing to trace, and the tensors are ordinary ones."""
     if torch.compiler.is_compiling():
         return False
     recording = torch.is_grad_enabled()
     for tensor in inputs:
-        if tensor is None:
-            continue
         if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or (recording and tensor.requires_grad):
             return False
     return True

@@ -31,6 +31,12 @@ class Bf16Loader(nn.Module):
             home.register_parameter(leaf, nn.Parameter(torch.empty(stored.tensor.shape, dtype=dtype, device="meta")))
             if home is not self:
                 self.add_module(role, home)
+        # Parameters beside the weights, such as biases, which a conversion leaves in their source form.
+        own = candidate.module._parameters if candidate.roles is None else {}
+        others = {name: param for name, param in own.items() if param is not None and name not in tensors}
+        self.others = list(others)
+        for name, param in others.items():
+            self.register_parameter(name, nn.Parameter(torch.empty_like(param, device="meta")))
 
     def role(self, role: str) -> nn.Parameter:
         """Return the parameter of a role."""
@@ -39,7 +45,10 @@ class Bf16Loader(nn.Module):
     def hand_over(self, layout: str) -> nn.Module:
         """Give the original module the loaded weights and return it; `layout` as in :func:`give_weights`."""
         gate_up, down = (self._forward_matrix(role) for role in (GATE_UP, DOWN))
-        return give_weights(self.candidate, gate_up, down, layout).train(self.training)
+        module = give_weights(self.candidate, gate_up, down, layout).train(self.training)
+        for name in self.others:
+            put_parameter(module, name, self.get_parameter(name))
+        return module
 
     def _forward_matrix(self, role: str) -> Tensor:
         """The weight as ``[F, K]`` or ``[E, F, K]``, without padding."""
@@ -70,6 +79,8 @@ def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, layout: st
         parts = (*(part.clone() if copied else part for part in inputs), down)
         values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), parts))
     else:
+        if not getattr(candidate.module, "is_concatenated", True):
+            gate_up = gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)  # gate and up rows in turn
         values = {GATE_UP: gate_up, DOWN: down}
         if candidate.module.is_transposed:
             values = {name: value.transpose(-1, -2) for name, value in values.items()}

@@ -241,6 +241,7 @@ def test_a_tensor_does_not_depend_on_the_shard_size(checkpoint, tmp_path):
     assert sums[0] == sums[1]
 
 
+@pytest.mark.slow  # tests/quantizers/test_registration.py shows it of MX codes in the fast run
 def test_stock_transformers_stops_instead_of_misreading_a_conversion(checkpoint, tmp_path):
     convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst", ConvertOptions("bf16", "kernel"))
     # In a process of its own: this one has imported the package, which can read it.

@@ -139,8 +139,8 @@ def works(kind: str, tiny: dict[str, Path], home: Path) -> list[Work]:
 
 
 BATCHES = 5
-FAST = {"headers": 700, "index": 400, "config": 150, "manifest": 500, "converted": 250}
-MORE = {"headers": 7000, "index": 4700, "config": 700, "manifest": 3500, "converted": 1000}
+FAST = {"headers": 350, "index": 200, "config": 100, "manifest": 250, "converted": 125}
+MORE = {"headers": 7350, "index": 4900, "config": 750, "manifest": 3750, "converted": 1125}
 
 
 def run_cases(kind: str, numbers: range, seed: int, tiny: dict[str, Path], home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AriaTextConfig, AriaTextForCausalLM, AutoModelForCausalLM
+from transformers import AriaTextConfig, AriaTextForCausalLM, AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_neuron_moe.convert import (
@@ -26,6 +27,7 @@ from hf_neuron_moe.convert.io import encoded
 from hf_neuron_moe.convert.layout import relayout
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
 from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from tests.convert.mutations import command
 from tests.convert.quantized_sources import MODEL, MXFP4, random_mxfp4, rewrite, to_fp8
 
@@ -50,6 +52,17 @@ def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> Non
         assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
+def as_mxfp4(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Random codes in place of the experts' matrices, and their values as transformers decodes them."""
+    changed, values = dict(tensors), {}
+    for seed, name in enumerate(name for name in tensors if ".experts." in name and tensors[name].ndim == 3):
+        E, K, N = changed.pop(name).shape
+        blocks, scales = random_mxfp4(E, N, K, seed)
+        changed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(blocks, scales)
+    return changed, values
+
+
 def aria(folder: Path, hidden: int = 96, inner: int = 64) -> tuple[Path, dict[str, Tensor]]:
     """A tiny model with transposed experts in MXFP4, and the values of its experts as transformers decodes them."""
     config = AriaTextConfig(
@@ -70,12 +83,8 @@ def aria(folder: Path, hidden: int = 96, inner: int = 64) -> tuple[Path, dict[st
     wanted: dict[str, Tensor] = {}
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        changed = dict(tensors)
-        for seed, name in enumerate(name for name in tensors if ".experts." in name):
-            E, K, N = changed.pop(name).shape
-            blocks, scales = random_mxfp4(E, N, K, seed)
-            changed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            wanted[name] = convert_moe_packed_tensors(blocks, scales)
+        changed, values = as_mxfp4(tensors)
+        wanted.update(values)
         return changed
 
     rewrite(folder, MXFP4, change)
@@ -197,11 +206,47 @@ def test_mxfp4_experts(options, tmp_path, monkeypatch):
         assert torch.equal(model.state_dict()[name], wanted[name])
 
 
+@pytest.mark.parametrize("pad", [False, True])
+def test_gpt_oss_loads_as_transformers_decodes_it(pad, tmp_path):
+    """Interleaved, transposed and biased experts: the model of the conversion holds stock's values, biases included."""
+    config = GptOssConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=64,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+    )
+    source = tmp_path / "src"
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    for name, param in model.named_parameters():
+        if name.endswith("_proj_bias"):
+            torch.nn.init.normal_(param)
+    model.save_pretrained(source)
+    rewrite(source, MXFP4, lambda tensors: as_mxfp4(tensors)[0])
+    stock = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions(pad=pad))
+    assert verify_checkpoint(tmp_path / "dst", source, probes=0).ok
+    export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    for folder in (tmp_path / "dst", tmp_path / "back"):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert_same_tensors(dict(loaded.state_dict()), dict(stock.state_dict()))
+
+
 def test_a_module_that_is_left_is_decoded_too(tmp_path, monkeypatch):
     """What no kernel computes is copied as values, which is what the result's config.json says of it."""
     source, wanted = aria(tmp_path / "src")
     reason = "not today"
-    monkeypatch.setattr("hf_neuron_moe.patching.discovery._experts_reasons", lambda module: iter([reason]))
+
+    def judged(candidate: Candidate) -> Candidate:
+        return replace(candidate, reason=reason) if candidate.kind == EXPERTS else candidate
+
+    monkeypatch.setattr("hf_neuron_moe.convert.plan._convertible", judged)
     with pytest.warns(NeuronMoEWarning, match=reason):
         manifest = convert_checkpoint(source, tmp_path / "dst")
     assert manifest is not None and {each.reason for each in (manifest.left or {}).values()} == {reason}

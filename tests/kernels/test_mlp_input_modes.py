@@ -64,8 +64,17 @@ def forward_arguments(raw: dict[str, Tensor], modes: tuple[str, ...], packed: bo
     return arguments
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(40, 640, 256), (40, 256, 896), (8, 2176, 128)])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "packed"),
+    [
+        (40, 640, 256, True),
+        (40, 256, 896, True),
+        (8, 2176, 128, True),
+        (40, 640, 256, False),
+        pytest.param(40, 256, 896, False, marks=pytest.mark.slow),
+        pytest.param(8, 2176, 128, False, marks=pytest.mark.slow),
+    ],
+)
 def test_forward_in_all_modes(tokens: int, hidden: int, inner: int, packed: bool) -> None:
     raw = {
         "hidden": rows_of(tokens, hidden),
@@ -155,9 +164,20 @@ def problem(tokens: int, hidden: int, inner: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(128, 256, 640), (384, 128, 384)])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("mode", ["x4", "fp8"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "packed", "mode"),
+    [
+        # Every pair of shape, packing and mode; the other triples are slow.
+        (384, 128, 384, True, "x4"),
+        (128, 256, 640, False, "x4"),
+        (128, 256, 640, True, "fp8"),
+        (384, 128, 384, False, "fp8"),
+        pytest.param(128, 256, 640, True, "x4", marks=pytest.mark.slow),
+        pytest.param(384, 128, 384, False, "x4", marks=pytest.mark.slow),
+        pytest.param(384, 128, 384, True, "fp8", marks=pytest.mark.slow),
+        pytest.param(128, 256, 640, False, "fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_backward_with_any_of_the_five_quantized_operands(
     tokens: int, hidden: int, inner: int, packed: bool, mode: str
 ) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError, nearest
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, nearest
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,15 +51,9 @@ def test_a_configuration_parses_and_its_family_is_patched_as_it_says(name: str) 
     assert {str(path) for path in options.data.train_files} == {"data/sotu/train.jsonl"}
     model = AutoModelForCausalLM.from_config(tiny_config(FAMILY[name]))
     report = patch(model, options.training, options.lora)
-    if options.training.neuron_patch:
-        assert report is not None
-        assert len(report.patched) == 2 and not report.refused and not report.skipped
-        assert report.config.precision == options.training.neuron_precision
-    else:
-        assert report is None
-        # The file says that there is nothing to patch; it must be right.
-        with refused(NothingToPatchError, "model", "refused|_apply_gate|bias"):
-            patch_model(model, strict=False)
+    assert report is not None
+    assert len(report.patched) == 2 and not report.refused and not report.skipped
+    assert report.config.precision == options.training.neuron_precision
     trained = [key for key, param in with_adapters(model, options.lora).named_parameters() if param.requires_grad]
     assert trained
     assert all("lora_" in key for key in trained) == bool(options.lora.lora_rank)

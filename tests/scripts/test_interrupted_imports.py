@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("script", ["finetune.py", "demo.py"])
-@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("package", "script"),
+    [
+        ("torch", "finetune.py"),
+        ("torch", "demo.py"),
+        ("transformers", "finetune.py"),
+        pytest.param("transformers", "demo.py", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_during_the_imports_ends_in_one_line(script: str, package: str, repo_root: Path, tmp_path: Path) -> None:
     stop = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: raise ImportError"
     (tmp_path / f"{package}.py").write_text(stop, encoding="utf-8")

@@ -43,9 +43,16 @@ def same_weights(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "bf16"),
+        ("mixtral", "mxfp8"),
+        pytest.param("llama", "mxfp8", marks=pytest.mark.slow),
+        pytest.param("mixtral", "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_equal_patch_model_and_the_stock_trainer(family: str, home: str, precision: str, tmp_path: Path) -> None:
     by_hand = tiny_model(family)
     patch_model(by_hand, {"precision": precision, "weights": home})

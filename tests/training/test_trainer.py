@@ -114,7 +114,7 @@ def test_patched_training_follows_stock(family: str, tmp_path: Path) -> None:
         assert losses == pytest.approx(stock, rel=1e-4)
 
 
-@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 def test_gradient_accumulation_equals_stock(home: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "max_steps": 2,
@@ -127,8 +127,15 @@ def test_gradient_accumulation_equals_stock(home: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "mxfp8"),
+        ("mixtral", "bf16"),
+        pytest.param("llama", "bf16", marks=pytest.mark.slow),
+        pytest.param("mixtral", "mxfp8", marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_autocast_trains(family: str, precision: str, home: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     patch_model(model, {"precision": precision, "weights": home})
