@@ -7,7 +7,6 @@ import os
 import re
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import census
@@ -207,9 +206,10 @@ def test_the_page_has_every_class_of_the_release() -> None:
 
 @same_release
 @pytest.mark.slow
-def test_the_page_is_what_the_census_says(tmp_path: Path) -> None:
-    rows = sorted(census.census(census.chosen([]), jobs=2))
-    assert census.failed(rows) == []
-    assert census.with_tables(PAGE, census.tables(rows, transformers.__version__)) == PAGE, (
-        "run scripts/census.py --update-docs"
-    )
+def test_rows_of_the_page_are_what_the_census_says() -> None:
+    """Every 25th class; ``scripts/census.py --update-docs`` makes all rows."""
+    listed = [each for each in library_classes() if each.kind != UNGATED][::25]
+    rows = sorted(census.census(listed, jobs=2))
+    assert len(rows) > 10 and census.failed(rows) == []
+    written = [line for line in census.tables(rows, RELEASE).splitlines() if line.count(" | ") >= 4 and "`" in line]
+    assert len(written) == len(rows) and set(written) <= set(PAGE.splitlines())
