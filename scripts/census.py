@@ -153,7 +153,7 @@ def failed(rows: Sequence[Row]) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", action="append", default=[], metavar="GLOB", help="class or family names")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--update-docs", action="store_true", help=f"write the tables of {PAGE.name}; not with --only")
