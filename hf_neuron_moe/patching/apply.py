@@ -81,6 +81,7 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
             put_in(model, swap, slots)
             release_layout(swap.replacement, swap.original)
             state.swaps.append(swap)
+        undo.callback(checkpoint_names.remember, checkpoint_names.forget_decoding(model))
         undo.callback(checkpoint_names.remove, state.resumable)
         checkpoint_names.install(model, state.resumable)
         undo.callback(model_methods.uncover, state.covered)
