@@ -37,9 +37,11 @@ ROUTED, IDENTITY, STACKED, BY_EXPERT, SORTED = "routed", "identity", "stacked", 
 
 _FORWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "02d841dd901211cb": (ROUTED, ()),
+    "6709c61ff62bca2e": (ROUTED, ()),  # transformers 5.17
     "3d30412f6170a5e0": (IDENTITY, ()),
     "dda2e848f0eb8b57": (BY_EXPERT, ()),
     "b1c0d681c50eeffd": (STACKED, ("mlp",)),
+    "2f11e29b4ce47d13": (STACKED, ("mlp",)),  # transformers 5.17
     "9247aa2f8c800251": (SORTED, ("input_linear", "output_linear", "router")),
 }
 """By the digest of the forwards of a module and of some of its children: the call, and which children these are."""

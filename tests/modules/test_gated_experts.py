@@ -6,7 +6,11 @@ Legend: T tokens, K experts per token, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 import copy
+import importlib.util
+import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +53,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.experts_calls import known_call
 from hf_neuron_moe.modules.experts_form import read_experts
 from tests.modules.test_equals_stock import assert_close
 from tests.refusals import refused
@@ -182,6 +187,28 @@ def test_weights_below_one_another_equal_their_eager_forward() -> None:
     assert_same_results(made(dbrx), "stock", x, *routing(E))
     with refused(NothingToPatchError, "model", "its weights are parameters of its children; use weights='stock'"):
         patch_model(made(dbrx), {"weights": "kernel"})
+
+
+@pytest.mark.parametrize("make", [dbrx, ROUTED["step3p7"][0]], ids=["dbrx", "step3p7"])
+def test_forwards_of_transformers_5_17_are_known(
+    make: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count the experts without one for ids of no expert; the rest is that of later releases."""
+    module = make()
+    cls = type(module)
+    text = Path(inspect.getfile(cls)).read_text(encoding="utf-8")
+    path = tmp_path / "modeling.py"
+    path.write_text(text.replace("num_classes=self.num_experts + 1)", "num_classes=self.num_experts)"))
+    spec = importlib.util.spec_from_file_location(f"{cls.__module__}_5_17", path)
+    assert spec is not None and spec.loader is not None
+    older = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, older)
+    spec.loader.exec_module(older)
+    expected = known_call(module)
+    for each in module.modules():
+        each.__class__ = vars(older).get(type(each).__name__, type(each))
+    assert type(module) is not cls and expected is not None
+    assert known_call(module) == expected
 
 
 @pytest.mark.parametrize("weights", ["stock", "kernel"])

@@ -71,6 +71,7 @@ def test_shifted_limits_and_biases_reach_the_kernels(machine: Start, release: tu
     assert backward["bias"] is True and backward["activation_type"].name == "Swish"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("gate", "biased"),
     [(CLAMPED, False), (CLAMPED, True), (SWIGLU, True), (OFFSET, False), (CAPPED, False), (SHIFTED, False)],
