@@ -42,7 +42,12 @@ from hf_neuron_moe.patching.source_values import NotSwiGLU
 
 MLP, EXPERTS = "mlp", "experts"
 
-_DENSE_NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
+_DENSE_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("wi_0", "wi_1", "wo"),
+)
 """Child or parameter names that make a module a candidate."""
 _DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
 _EXPERTS_SUFFIX = "Experts"
@@ -172,7 +177,8 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module))
     if kind == MLP and not base.gated:
-        row = "two projections in a row" if len(_matrices(module)) == 2 else "its forward multiplies no two branches"
+        none = "its forward multiplies no two branches before a projection"
+        row = "two projections in a row" if len(_matrices(module)) == 2 else none
         return replace(base, reason=f"it has no gate: {row}")
     if kind == EXPERTS:
         return _judge_experts(replace(base, sizes=_expert_sizes(module)))
@@ -224,6 +230,9 @@ def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
 
 def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Iterator[str]:  # noqa: E741
     rows = I if len(roles.inputs) == 2 else 2 * I
+    reads = {module.get_parameter(f"{name}.weight").shape[1] for name in roles.inputs}
+    if len(reads) == 1 and reads != {H}:
+        yield f"it maps {reads.pop()} features to {H}, and the operators return as many as they read"
     for name in roles.inputs:
         shape = tuple(module.get_parameter(f"{name}.weight").shape)
         if shape != (rows, H):
