@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
-from hf_neuron_moe.modules.experts_calls import known_call
+from hf_neuron_moe.modules.experts_calls import SHARED, known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
@@ -102,6 +102,9 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
     whole = (each.module for each in judged.values() if each.kind == EXPERTS and each.reason is None)
     parts = {id(part) for module in whole for child in module.children() for part in child.modules()}
     judged = {key: each for key, each in judged.items() if key not in parts}
+    for key, each in judged.items():
+        if each.form is not None and each.form.call == SHARED:
+            top_ks[key] = each.form.sizes(each.module)[0]
     return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
 
 

@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 """Largest deviation relative to the largest output. fp32 rounding is near 1e-6; GELU for SiLU deviates by 6-15 %."""
 
 SIZES = (
-    dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts"), E)
+    dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts"), E)
     | {"total_experts": E + 1}
     | dict.fromkeys(("hidden_dim", "hidden_size"), H)
     | dict.fromkeys(
