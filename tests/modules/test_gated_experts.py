@@ -35,6 +35,8 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
+from transformers.models.inkling.configuration_inkling import InklingTextConfig
+from transformers.models.inkling.modeling_inkling import InklingSharedExperts
 from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
 from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE
@@ -209,6 +211,24 @@ def test_forwards_of_transformers_5_17_are_known(
         each.__class__ = vars(older).get(type(each).__name__, type(each))
     assert type(module) is not cls and expected is not None
     assert known_call(module) == expected
+
+
+def shared() -> nn.Module:
+    return InklingSharedExperts(InklingTextConfig(hidden_size=H, moe_intermediate_size=I, n_shared_experts=E))
+
+
+def test_experts_that_all_compute_equal_their_own_forward() -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, gammas = torch.randn(2, T, H, generator=generator), torch.randn(2, T, E, generator=generator)
+    assert_same_results(made(shared), "stock", x, gammas)
+    box = made(shared)
+    patch_model(box, {"precision": "fp32"})
+    assert box["mlp"].neuron_top_k == E
+    box["mlp"].n_shared_experts = 1
+    with refused(UnsupportedModelError, "n_shared_experts", where="mlp"):
+        box["mlp"](x, gammas=gammas)
+    with refused(NothingToPatchError, "model", "gate and up are parameters of their own; use weights='stock'"):
+        patch_model(made(shared), {"weights": "kernel"})
 
 
 @pytest.mark.parametrize("weights", ["stock", "kernel"])
