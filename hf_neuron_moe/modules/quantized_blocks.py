@@ -54,7 +54,7 @@ class QuantizedBlock(NeuronBlock):
         self.neuron_layouts = dict(layouts)
         self.neuron_fallbacks_warned: set[str] = set()
         self.neuron_activation_name = "act_fn" if roles is None else roles.activation
-        self._remember_activation(self.neuron_activation_name)
+        self._remember_activation(self.neuron_activation_name, None if roles is None else roles.gate)
         for replaced in (GATE_UP, DOWN) if roles is None else roles.linears:
             del (self._parameters if roles is None else self._modules)[replaced]
         for key in (*self.tensor_names(), *(name for name in BIASES if name in tensors)):

@@ -37,7 +37,9 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
     if len(devices) > 1:
         expected = "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading"
         raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(devices)), ONE_DEVICE)
-    layout = "kernel" if options.layout == "kernel" else "stock"
+    forms = [loader.candidate.form for loader in placement.loaders]
+    fixed = any(form is not None and form.stock_only is not None for form in forms)
+    layout = "kernel" if options.layout == "kernel" and not fixed else "stock"
     config = NeuronMoEConfig(precision="bf16", backend="torch", weights=layout)
     slots = all_slots(model)
     while placement.loaders:
