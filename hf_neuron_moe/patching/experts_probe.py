@@ -85,7 +85,7 @@ def _inputs(form: ExpertsForm, generator: torch.Generator, scale: float) -> tupl
         return (x,)
     if form.call == IDENTITY:
         ids_TK = ids_TK + (ids_TK == 0) * E  # the first expert's tokens go to one that returns its input
-    weight_TK = torch.rand(ids_TK.shape, generator=generator, device="cpu")  # they do not sum to 1
+    weight_TK = torch.rand(ids_TK.shape, generator=generator, dtype=torch.float32, device="cpu")  # sums are not 1
     return x, ids_TK, weight_TK.requires_grad_()
 
 

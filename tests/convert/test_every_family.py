@@ -1,0 +1,123 @@
+"""Every kind of block that is patched: converted, verified, opened, saved again and exported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    MoonshineConfig,
+    MoonshineForConditionalGeneration,
+    MuseSparkTextConfig,
+    PreTrainedModel,
+)
+
+from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.convert.manifest import Network
+from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.modules.block import NeuronBlock
+from tests.refusals import refused
+from tests.tiny_models import tiny_model, tokens
+
+FAMILIES = (
+    "gemma3",  # gelu_tanh
+    "llama_biased",
+    "gemma4",
+    "gpt_oss",  # biases, gate and up alternate
+    "nemotron_h",  # no gate
+    "muse_spark",  # a norm after each expert
+    "llama4",
+    "longcat_flash",  # rows for experts without a down projection
+    "dbrx",  # matrices of all experts below one another
+    "jetmoe",  # router and bias in the same module
+)
+SLOW = ("gemma4", "gpt_oss")
+STOCK_ONLY = ("dbrx", "jetmoe")
+BOTH = [
+    pytest.param(family, layout, marks=pytest.mark.slow if layout == "fused" or family in SLOW else ())
+    for family in FAMILIES
+    for layout in ("kernel", "fused")
+]
+MUSE_SPARK = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "moe_intermediate_size": 24,
+    "moe_hidden_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "mlp_layer_types": ["sparse", "dense"],
+}
+
+
+def made(family: str, folder: Path) -> Path:
+    """Write a tiny bf16 checkpoint of a family."""
+    if family == "muse_spark":
+        torch.manual_seed(7)
+        model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "mlp" in name:
+                    param.normal_(std=0.2)
+    else:
+        model = tiny_model(family)
+    saved: Any = model.bfloat16()
+    saved.save_pretrained(folder)
+    return folder
+
+
+def opened(family: str, folder: Path) -> PreTrainedModel:
+    model = (AutoModel if family == "muse_spark" else AutoModelForCausalLM).from_pretrained(folder)
+    return model.eval()
+
+
+def output(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens())[0]
+
+
+def blocks(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules() if isinstance(module, NeuronBlock)}
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize(("family", "layout"), BOTH)
+def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> None:
+    """The logits are the patched original's, and every way back gives the source's bytes."""
+    source = made(family, tmp_path / "source")
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions(layout=layout, pad=layout == "kernel"))
+    assert manifest is not None and manifest.left is not None
+    assert all("no gate" in left.reason for left in manifest.left.values())
+    report = verify_checkpoint(tmp_path / "dst", source, probes=0)
+    assert report.ok, str(report)
+    assert all(probe.output >= 200 for probe in report.probes) and report.probes
+    weights = "kernel" if layout == "kernel" and family not in STOCK_ONLY else "stock"
+    stock, converted = opened(family, source), opened(family, tmp_path / "dst")
+    state = stock.state_dict()
+    assert state.keys() == converted.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
+    state = {name: value.clone() for name, value in state.items()}
+    patch_model(stock, NeuronMoEConfig(precision="bf16", weights=weights), strict=False)
+    assert blocks(converted) == blocks(stock) != {}
+    assert torch.equal(output(converted), output(stock))
+    converted.save_pretrained(tmp_path / "again")
+    assert export_checkpoint(tmp_path / "dst", tmp_path / "back").inexact == ()
+    original = (source / "model.safetensors").read_bytes()
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == original
+    again, first = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "source"))
+    assert again.keys() == first.keys() and all(torch.equal(value, first[name]) for name, value in again.items())
