@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    MoonshineConfig,
-    MoonshineForConditionalGeneration,
     MuseSparkTextConfig,
     PreTrainedModel,
 )
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
-from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
-from hf_neuron_moe.convert.manifest import Network
-from hf_neuron_moe.errors import ConversionError
 from hf_neuron_moe.modules.block import NeuronBlock
-from tests.refusals import refused
-from tests.tiny_models import tiny_model, tokens
+from tests.tiny_models import MUSE_SPARK, tiny_model, tokens
 
 FAMILIES = (
     "gemma3",  # gelu_tanh
@@ -48,21 +41,6 @@ BOTH = [
     for family in FAMILIES
     for layout in ("kernel", "fused")
 ]
-MUSE_SPARK = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "moe_intermediate_size": 24,
-    "moe_hidden_size": 32,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "mlp_layer_types": ["sparse", "dense"],
-}
 
 
 def made(family: str, folder: Path) -> Path:
