@@ -183,8 +183,6 @@ def no_codes(candidate: Candidate) -> str | None:
     if form is not None:
         has = {
             "without a gate projection": not form.gate.gated,
-            "with a norm after each": form.post_norm is not None,
-            "that are not called with ids and weights": not form.routed,
         }
     elif roles is not None:
         has = {

@@ -128,14 +128,21 @@ def compute_experts(
             biases=(biases[0], biases[1]) if form.biased else (None, None),
         )
 
+    return called(module, form, operator, len(down), inputs)
+
+
+def called(
+    module: Any, form: ExpertsForm, operator: experts_calls.Operator, experts: int, inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """Return what the call of a `module` of this `form` returns, from the operator of its `experts`."""
     if form.call == STACKED:
         return experts_calls.stacked(operator, *inputs)
     if form.call == IDENTITY:
-        return experts_calls.identity(operator, len(down), *inputs)
+        return experts_calls.identity(operator, experts, *inputs)
     if form.call == BY_EXPERT:
-        return experts_calls.by_expert(operator, len(down), *inputs)
+        return experts_calls.by_expert(operator, experts, *inputs)
     if form.call == SORTED:
-        return experts_calls.in_expert_order(operator, module.router, module.bias, len(down), *inputs)
+        return experts_calls.in_expert_order(operator, module.router, module.bias, experts, *inputs)
     norm = None if form.post_norm is None else getattr(module, form.post_norm)
     return experts_calls.routed(operator, norm, *inputs)
 

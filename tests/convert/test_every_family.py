@@ -19,7 +19,10 @@ from transformers import (
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.errors import ConversionError
 from hf_neuron_moe.modules.block import NeuronBlock
+from tests.quantizers.test_loading import assert_same
+from tests.refusals import refused
 from tests.tiny_models import MUSE_SPARK, tiny_model, tokens
 
 FAMILIES = (
@@ -92,10 +95,18 @@ def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> 
     state = {name: value.clone() for name, value in state.items()}
     patch_model(stock, NeuronMoEConfig(precision="bf16", weights=weights), strict=False)
     assert blocks(converted) == blocks(stock) != {}
-    assert torch.equal(output(converted), output(stock))
+    assert_same(output(converted), output(stock), "bf16")
     converted.save_pretrained(tmp_path / "again")
     assert export_checkpoint(tmp_path / "dst", tmp_path / "back").inexact == ()
     original = (source / "model.safetensors").read_bytes()
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == original
     again, first = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "source"))
     assert again.keys() == first.keys() and all(torch.equal(value, first[name]) for name, value in again.items())
+
+
+@pytest.mark.parametrize(("family", "part"), [("nemotron_h", "without a gate"), ("llama_biased", "with biases")])
+def test_what_has_no_codes_is_named_before_anything_is_written(family: str, part: str, tmp_path: Path) -> None:
+    source = made(family, tmp_path / "source")
+    with refused(ConversionError, "precision", f"{part}.*--keep-bf16 'model.layers"):
+        convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
