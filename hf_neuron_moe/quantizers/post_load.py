@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
-from hf_neuron_moe.modules.block import give_back, release_layout
+from hf_neuron_moe.modules.block import release_layout
 from hf_neuron_moe.modules.quantized_blocks import GATE_UP, QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
@@ -64,7 +64,7 @@ def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype)
     slots = all_slots(model)
     for block, candidate in placement.quantized:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
-        give_back(block, original)
+        original._parameters.update(block._parameters)  # those beside the weights, such as a bias of the sum
         for parent, attribute in slots.get(id(block), ()):
             parent._modules[attribute] = original
     for swap in placement.swaps:
