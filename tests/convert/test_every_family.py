@@ -12,13 +12,17 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    MoonshineConfig,
+    MoonshineForConditionalGeneration,
     MuseSparkTextConfig,
     PreTrainedModel,
 )
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
+from hf_neuron_moe.convert.audit.compare import Comparison, _output, blocks_of
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.errors import ConversionError
 from hf_neuron_moe.modules.block import NeuronBlock
 from tests.quantizers.test_loading import assert_same
@@ -36,6 +40,7 @@ FAMILIES = (
     "longcat_flash",  # rows for experts without a down projection
     "dbrx",  # matrices of all experts below one another
     "jetmoe",  # router and bias in the same module
+    "moonshine",  # biases, rows of up first
 )
 SLOW = ("gemma4", "gpt_oss")
 STOCK_ONLY = ("dbrx", "jetmoe")
@@ -46,11 +51,28 @@ BOTH = [
 ]
 
 
+MOONSHINE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "encoder_num_hidden_layers": 1,
+    "decoder_num_hidden_layers": 2,
+    "encoder_num_attention_heads": 4,
+    "decoder_num_attention_heads": 4,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+HEADS = {"muse_spark": AutoModel, "moonshine": MoonshineForConditionalGeneration}
+"""What opens a family that is no causal language model."""
+
+
 def made(family: str, folder: Path) -> Path:
     """Write a tiny bf16 checkpoint of a family."""
-    if family == "muse_spark":
+    if family in HEADS:
         torch.manual_seed(7)
         model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
+        if family == "moonshine":
+            model = MoonshineForConditionalGeneration(MoonshineConfig(**MOONSHINE))
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if "mlp" in name:
@@ -63,13 +85,43 @@ def made(family: str, folder: Path) -> Path:
 
 
 def opened(family: str, folder: Path) -> PreTrainedModel:
-    model = (AutoModel if family == "muse_spark" else AutoModelForCausalLM).from_pretrained(folder)
+    model: PreTrainedModel = HEADS.get(family, AutoModelForCausalLM).from_pretrained(folder)
     return model.eval()
 
 
 def output(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
+        if isinstance(model, MoonshineForConditionalGeneration):
+            sound = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).bfloat16()
+            return model(input_values=sound, decoder_input_ids=tokens()).logits
         return model(tokens())[0]
+
+
+FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx")
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("family", FIGURES)
+def test_the_figure_of_the_output_is_of_the_block_s_own_function(family: str, tmp_path: Path) -> None:
+    """What ``verify`` computes in float64 is what the stock module does."""
+    source = made(family, tmp_path / "source")
+    manifest = convert_checkpoint(source, tmp_path / "dst")
+    assert manifest is not None
+    stock = opened(family, source).double()
+    stock.set_experts_implementation("eager")  # the others take no float64
+    with open_tensors(source) as original, open_tensors(tmp_path / "dst") as stored:
+        comparison = Comparison(manifest, original, stored)
+        for block in blocks_of(manifest):
+            module, halves = stock.get_submodule(block.name), 1 if family == "nemotron_h" else 2
+            for expert in comparison.experts_of(block.down):
+                pair = comparison.original(block.gate_up, expert), comparison.original(block.down, expert)
+                x = 3 * torch.randn(5, pair[1].shape[0], dtype=torch.float64)
+                gate, biases = comparison.network(block).gate, comparison.biases(block, expert, (len(pair[0]), 32))
+                found = _output(x, [pair], halves, gate, biases)
+                routing = [] if expert is None else [torch.full((5, 1), expert), torch.ones(5, 1).double()]
+                expected = module(x if family != "dbrx" else x[None], *routing).reshape(x.shape)
+                # Some stock modules compute their gate in fp32.
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
 
 
 def blocks(model: nn.Module) -> dict[str, type]:
