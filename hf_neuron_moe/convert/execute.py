@@ -220,7 +220,8 @@ class _Run:
             self.buffers.read = torch.empty(read_at_once, dtype=torch.uint8)
 
         def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
-            return self.reader.read(piece.file, piece.source, expert, self.buffers.read, rows)
+            index, rows = piece.place(expert, rows)
+            return self.reader.read(piece.file, piece.source, index, self.buffers.read, rows)
 
         weight, forms = self.plan.weights[group[0].weight], self.plan.forms(group[0].group)
         yield from store(

@@ -5,6 +5,7 @@ T tokens, K experts per token, E experts on this rank, H hidden size, I intermed
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SOR
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
-from hf_neuron_moe.modules.saved_bytes import SavedBlock
+from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_beside
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
 from hf_neuron_moe.precision_map import PrecisionMap
 
@@ -39,9 +40,7 @@ class ExpertsBlock(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        config, (E, H, I) = self.neuron_config, self.neuron_form.sizes(self)  # noqa: E741
-        sizes, gate = (H, I, self.neuron_top_k or 0, config.backend), self.neuron_form.gate
-        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=gate)
+        return experts_shape(self, self.neuron_form, self.neuron_config, self.neuron_top_k or 0)
 
     def _run(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Check what may have changed since patching, and compute."""
@@ -83,6 +82,24 @@ class SelfRoutedExperts(ExpertsBlock):
         return self._run(hidden_states)
 
 
+def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig, top_k: int) -> SavedBlock:
+    """Return what the saved bytes of experts depend on; `top_k` is 0 where it is not known."""
+    E, H, I = form.sizes(module)  # noqa: E741
+    rows, beside = None, 0.0
+    if form.call == BY_EXPERT:
+        # On other devices than CPUs and GPUs every token is a row of every expert; there the chosen rows are looked up.
+        rows = E if config.backend == "neuron" else top_k
+        beside = 0.0 if config.backend == "neuron" else torch.int64.itemsize
+    elif form.post_norm is not None:
+        dtype = parameter_of(module, form.down).dtype
+        norm, rows = copy.deepcopy(getattr(module, form.post_norm)).to("meta"), top_k
+        weight = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
+        beside = saved_beside(lambda y_RH: norm(y_RH) * weight, H, dtype) + torch.float32.itemsize  # of its own weight
+    sizes = (H, I, top_k, config.backend)
+    shape = SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=form.gate)
+    return replace(shape, rows=rows, beside=beside)
+
+
 def compute_experts(
     module: Any,
     inputs: tuple[Tensor, ...],
@@ -121,16 +138,23 @@ def compute_experts(
             biases=(biases[0], biases[1]) if form.biased else (None, None),
         )
 
+    return called(module, form, operator, len(down), inputs)
+
+
+def called(
+    module: Any, form: ExpertsForm, operator: experts_calls.Operator, experts: int, inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """Return what the call of a `module` of this `form` returns, from the operator of its `experts`."""
     if form.call == STACKED:
         return experts_calls.stacked(operator, *inputs)
     if form.call == SHARED:
         return experts_calls.shared(operator, len(down), *inputs)
     if form.call == IDENTITY:
-        return experts_calls.identity(operator, len(down), *inputs)
+        return experts_calls.identity(operator, experts, *inputs)
     if form.call == BY_EXPERT:
-        return experts_calls.by_expert(operator, len(down), *inputs)
+        return experts_calls.by_expert(operator, experts, *inputs)
     if form.call == SORTED:
-        return experts_calls.in_expert_order(operator, module.router, module.bias, len(down), *inputs)
+        return experts_calls.in_expert_order(operator, module.router, module.bias, experts, *inputs)
     norm = None if form.post_norm is None else getattr(module, form.post_norm)
     return experts_calls.routed(operator, norm, *inputs)
 

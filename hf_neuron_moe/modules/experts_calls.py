@@ -125,7 +125,7 @@ def by_expert(operator: Operator, experts: int, x_RH: Tensor) -> Tensor:
         return operator(x_RH, ids_R1.masked_fill(~used_R1, experts), ones_R1)
     rows = used_R1.squeeze(1).nonzero().squeeze(1)
     y_RH = operator(x_RH[rows], ids_R1[rows], ones_R1[rows])
-    return y_RH.new_zeros(x_RH.shape).index_copy(0, rows, y_RH)
+    return y_RH.new_zeros(x_RH.shape).index_put((rows,), y_RH)  # index_copy would save y for its backward
 
 
 def in_expert_order(

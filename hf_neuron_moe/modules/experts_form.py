@@ -64,6 +64,11 @@ class ExpertsForm:
         return self.call == ROUTED
 
     @property
+    def stacked(self) -> bool:
+        """Whether the experts' matrices lie below one another in parameters of two axes."""
+        return self.call == STACKED
+
+    @property
     def plain(self) -> bool:
         """Whether the operator alone computes it, from ids and weights, without biases or anything after it."""
         return self.routed and not self.biased and self.post_norm is None

@@ -7,6 +7,8 @@ Adapters go on other modules, or around the whole block. H hidden size, I interm
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.experts import called
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY
+from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, read_experts
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 
@@ -53,10 +58,13 @@ class QuantizedBlock(NeuronBlock):
         self.neuron_keep = canonical_keep(config.activations, "bf16")  # the backward is that of the bf16 kernels
         self.neuron_layouts = dict(layouts)
         self.neuron_fallbacks_warned: set[str] = set()
-        self.neuron_activation_name = "act_fn" if roles is None else roles.activation
-        self._remember_activation(self.neuron_activation_name)
-        for replaced in (GATE_UP, DOWN) if roles is None else roles.linears:
-            del (self._parameters if roles is None else self._modules)[replaced]
+        parts = read_experts(original) if roles is None else roles
+        self.neuron_form = parts if isinstance(parts, ExpertsForm) else None
+        self.neuron_activation_name = parts.activation
+        self._remember_activation(parts.activation, parts.gate)
+        for replaced in parts.parameters if isinstance(parts, ExpertsForm) else parts.linears:
+            self._parameters.pop(replaced, None)
+            self._modules.pop(replaced, None)
         for key in (*self.tensor_names(), *(name for name in BIASES if name in tensors)):
             self._hold(key, tensors[key])
 
@@ -99,6 +107,8 @@ class QuantizedBlock(NeuronBlock):
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
         self._check_activation(self.neuron_activation_name)
+        if self.neuron_form is not None:
+            check_constants(self, self.neuron_form, self.neuron_name)
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
@@ -129,15 +139,41 @@ class QuantizedProjection(nn.Module):
 
 
 class QuantizedExperts(QuantizedBlock):
-    """Experts behind transformers' experts call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
+    """Experts behind their stock call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, ``[T, H]`` in the dtype of `hidden_states`.
+    neuron_form: ExpertsForm
 
-        `hidden_states` are ``[T, H]``; `top_k_index` ``[T, K]`` integer expert ids, of which those of E and above add
-        nothing; `top_k_weights` ``[T, K]``.
+    def __init__(self, original: nn.Module, *arguments: Any) -> None:
+        super().__init__(original, *arguments)
+        for name in self.neuron_form.parameters:  # of children, whose code expects them
+            self._modules.pop(name.partition(".")[0], None)
+
+    @property
+    def neuron_shape(self) -> SavedBlock:
+        form, shape = self.neuron_form, super().neuron_shape
+        by_pair = form.call == BY_EXPERT or form.post_norm is not None
+        return replace(shape, rows=shape.top_k or 0) if by_pair else shape
+
+    @property
+    def neuron_stack(self) -> MXExpertStack:
+        stack = super().neuron_stack
+        if self.neuron_form.call != IDENTITY:
+            return stack
+        count = len(stack.down_codes)  # experts that return their input have rows too, which nothing reads
+        codes, scales = stack.gate_up_codes[:count], stack.gate_up_scales[:count]
+        return replace(stack, gate_up_codes=codes, gate_up_scales=scales)
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return what the original's call does, in the shape and dtype of `hidden_states`.
+
+        `top_k_index` ``[T, K]`` are integer expert ids, of which those of E and above add nothing, and `top_k_weights`
+        ``[T, K]``; both are None where the original takes hidden states only.
         """
-        return self._compute(hidden_states, top_k_index, top_k_weights)
+        routing = () if top_k_index is None or top_k_weights is None else (top_k_index, top_k_weights)
+        count = len(self.get_buffer(DOWN))
+        return called(self, self.neuron_form, self._compute, count, (hidden_states, *routing))
 
 
 class QuantizedSwiGLUMLP(QuantizedBlock):

@@ -85,9 +85,9 @@ def _inputs(form: ExpertsForm, generator: torch.Generator, scale: float) -> tupl
         return (x,)
     if form.call == IDENTITY:
         ids_TK = ids_TK + (ids_TK == 0) * E  # the first expert's tokens go to one that returns its input
-    columns = E if form.call == SHARED else ids_TK.shape[1]
-    weight_TK = torch.rand((len(ids_TK), columns), generator=generator, device="cpu").requires_grad_()  # no sum is 1
-    return (x, weight_TK) if form.call == SHARED else (x, ids_TK, weight_TK)
+    shape_TK = (len(ids_TK), E if form.call == SHARED else ids_TK.shape[1])
+    weight_TK = torch.rand(shape_TK, generator=generator, dtype=torch.float32, device="cpu")  # sums are not 1
+    return (x, weight_TK.requires_grad_()) if form.call == SHARED else (x, ids_TK, weight_TK.requires_grad_())
 
 
 def _values(form: ExpertsForm, generator: torch.Generator) -> list[Tensor]:

@@ -37,8 +37,9 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], o
     experts = experts_in(pieces)
     shape = (max(piece.rows.stop for piece in pieces), _columns(pieces[0]))
     fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces))
-    alone = fused.is_gate_up and len(pieces) == 1 and pieces[0].transposed
-    if any(piece.interleaved for piece in pieces) and not alone:
+    reordered = [piece for piece in pieces if piece.interleaved or piece.up_first]
+    alone = fused.is_gate_up and len(pieces) == 1 and pieces[0].transposed is pieces[0].interleaved
+    if reordered and (not alone or pieces[0].up_first is pieces[0].interleaved):
         return ["made of interleaved tensors that are no gate_up weight"]
     if {piece.dtype for piece in pieces} - WEIGHT_DTYPES.keys() or (fused.is_gate_up and shape[0] % 2):
         return ["made of tensors that no weight is made of"]
@@ -54,10 +55,13 @@ def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
         yield "made of nothing"
         return
     for piece in pieces:
-        if len(piece.shape) not in (2, 3) or 0 in piece.shape or (piece.holds_experts and piece.expert is not None):
+        whole = len(piece.shape) in (2, 3) and 0 not in piece.shape
+        if whole and piece.stacked:
+            whole = len(piece.shape) == 2 and piece.shape[0] % piece.stacked == 0
+        if not whole or (piece.holds_experts and piece.expert is not None):
             yield f"made of {piece.source}, which has the shape {list(piece.shape)}"
             return
-    if len({piece.shape[0] for piece in pieces if piece.holds_experts}) > 1:
+    if len({piece.experts for piece in pieces if piece.holds_experts}) > 1:
         yield "made of tensors of different numbers of experts"
         return
     rows = grouped(pieces, lambda piece: piece.expert)
@@ -82,7 +86,7 @@ def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _columns(piece: Piece) -> int:
-    return piece.shape[-2 if piece.transposed else -1]
+    return piece.matrix[0 if piece.transposed else 1]
 
 
 def _possible(options: ConvertOptions) -> list[ConvertOptions]:
