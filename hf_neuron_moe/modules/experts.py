@@ -148,7 +148,7 @@ def called(
     if form.call == STACKED:
         return experts_calls.stacked(operator, *inputs)
     if form.call == SHARED:
-        return experts_calls.shared(operator, len(down), *inputs)
+        return experts_calls.shared(operator, experts, *inputs)
     if form.call == IDENTITY:
         return experts_calls.identity(operator, experts, *inputs)
     if form.call == BY_EXPERT:
