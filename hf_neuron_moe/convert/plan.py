@@ -131,7 +131,7 @@ def _as_convertible_mlp(candidate: Candidate) -> Candidate:
         "up rows in front of gate rows": not roles.gate_first,
         "layers in classes of their own": roles.roots != roles.linears,
         "layers in front of it": roles.before,
-        "dropout after it": roles.after,
+        "steps after it": roles.after,
     }
     has = [f"the gate {candidate.gate.title}", *(part for part, there in parts.items() if there)]
     return replace(candidate, reason=f"no converted layout is known for an MLP with {' and '.join(has)}")
