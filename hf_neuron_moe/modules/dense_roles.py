@@ -40,7 +40,8 @@ class DenseRoles:
     """Further arguments that decide a branch of forward: name, place after the input (None: by keyword only), default.
     Another value than the default is an error."""
     before: tuple[str, ...] = ()  # names of the modules through which the input goes first, in order
-    after: tuple[str | float, ...] = ()  # dropouts of the result, in order: an attribute's name or a probability
+    after: tuple[str | float, ...] = ()
+    """Steps after the operator, in order: the name of a dropout or of a parameter (a factor), or a probability."""
 
     @property
     def linears(self) -> tuple[str, ...]:
