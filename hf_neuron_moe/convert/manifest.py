@@ -331,8 +331,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     if not all(map(is_natural, manifest.source_files.values())):
         yield "source files with sizes that are none"
     for module, network in manifest.networks.items():
-        numbers_or_words = all(isinstance(value, (int, float, str)) for value in network.gate.values())
-        if not (numbers_or_words and {*network.biases} - {""} <= manifest.weights.keys()):
+        typed = all(isinstance(value, str if name == "act" else (int, float)) for name, value in network.gate.items())
+        if not (typed and {*network.biases} - {""} <= manifest.weights.keys()):
             yield f"module {module!r} with gate {network.gate} and biases {network.biases}"
     for name, left in (manifest.left or {}).items():
         if not (is_name(name) and is_natural(left.tensors) and is_natural(left.nbytes)):

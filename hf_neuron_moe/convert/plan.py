@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,18 +101,15 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     left = _left(refused, assignments, copied)
-    allowed = frozenset(c.name for c in candidates if c.name in left and (not c.gated or _is_kept(c.name, options)))
+    kept = {c.name for c in candidates if options.quantized and _precision(c, options) == "bf16"}  # by the caller
+    allowed = frozenset(c.name for c in candidates if not c.gated or c.name in kept)
     networks = {each.name: network for each in taken if (network := _network(each, assignments)) is not None}
     tensors = _lay_out(weights, copied, options)
     return ConversionPlan(source, options, weights, copied, tensors, left, networks, allowed)
 
 
-def _is_kept(module: str, options: ConvertOptions) -> bool:
-    """Whether a glob of the caller's names the module as one that stays bf16."""
-    precision = options.precision
-    return isinstance(precision, PrecisionMap) and any(
-        fnmatchcase(module, glob) and precision[glob] == "bf16" for glob in precision.globs
-    )
+def _precision(candidate: Candidate, options: ConvertOptions) -> str:
+    return str(options.of(f"{_prefix(candidate.name)}down_proj").precision)
 
 
 def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weights: dict[str, FusedWeight]) -> None:
@@ -138,7 +134,7 @@ def _check_mx(options: ConvertOptions, candidates: list[Candidate]) -> None:
     """Refuse MX for blocks whose weights could not be loaded as codes, before anything is written."""
     reasons = {}
     for each in candidates:
-        reason, precision = no_codes(each), options.of(f"{_prefix(each.name)}weight").precision
+        reason, precision = no_codes(each), _precision(each, options)
         if reason is not None and (precision == "mxfp8" or (precision == "mxfp4" and each.kind == EXPERTS)):
             reasons[each.name] = reason
     if reasons:
@@ -169,11 +165,9 @@ def _left(
 def _convertible(candidate: Candidate) -> Candidate:
     """The candidate, refused where gate and up rows of the source alternate in a way that no piece describes."""
     roles, form = candidate.roles, candidate.form
-    alternate = form is not None and form.interleaved and not form.transposed
-    alternate = alternate or (roles is not None and roles.interleaved)
-    if candidate.reason is not None or not alternate:
-        return candidate
-    return replace(candidate, reason="no converted layout is known for alternating rows of gate and up")
+    alternate = roles.interleaved if roles is not None else form is not None and form.interleaved > form.transposed
+    reason = "no converted layout is known for alternating rows of gate and up" if alternate else None
+    return replace(candidate, reason=candidate.reason or reason)
 
 
 def no_codes(candidate: Candidate) -> str | None:
@@ -181,9 +175,7 @@ def no_codes(candidate: Candidate) -> str | None:
     form, roles = candidate.form, candidate.roles
     has: dict[str, object] = {}
     if form is not None:
-        has = {
-            "without a gate projection": not form.gate.gated,
-        }
+        has = {"without a gate projection": not form.gate.gated}
     elif roles is not None:
         has = {
             "with biases": roles.biased,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +63,7 @@ class QuantizedBlock(NeuronBlock):
         self._remember_activation(parts.activation, parts.gate)
         for replaced in parts.parameters if isinstance(parts, ExpertsForm) else parts.linears:
             self._parameters.pop(replaced, None)
-            self._modules.pop(replaced, None)
+            self._modules.pop(replaced.partition(".")[0], None)  # whose own code expects its parameters
         for key in (*self.tensor_names(), *(name for name in BIASES if name in tensors)):
             self._hold(key, tensors[key])
 
@@ -142,11 +141,6 @@ class QuantizedExperts(QuantizedBlock):
     """Experts behind their stock call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
 
     neuron_form: ExpertsForm
-
-    def __init__(self, original: nn.Module, *arguments: Any) -> None:
-        super().__init__(original, *arguments)
-        for name in self.neuron_form.parameters:  # of children, whose code expects them
-            self._modules.pop(name.partition(".")[0], None)
 
     @property
     def neuron_shape(self) -> SavedBlock:

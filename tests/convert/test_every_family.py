@@ -161,4 +161,7 @@ def test_what_has_no_codes_is_named_before_anything_is_written(family: str, part
     source = made(family, tmp_path / "source")
     with refused(ConversionError, "precision", f"{part}.*--keep-bf16 'model.layers"):
         convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8"))
+    first, second = "model.layers.0.m*", r"model\.layers\.[12]\.\w+(\.experts)?: "
+    with refused(ConversionError, "precision", second):
+        convert_checkpoint(source, tmp_path / "dst", ConvertOptions({"*": "mxfp8", first: "bf16"}))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

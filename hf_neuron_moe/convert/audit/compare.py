@@ -141,21 +141,18 @@ class Comparison:
 
     def biases(self, block: Block, expert: int | None, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """A block's biases in the order of the fused weights' rows, zeros where it has none; `widths` are theirs."""
-        pieces, names = self._manifest.weights, self.network(block).biases
-        *inputs, down = [self._bias(name, expert) for name in names] or [None, None]
-        sizes = (widths[0] // max(1, len(inputs)), widths[1])
-        *parts, down_H = [
-            torch.zeros(size, dtype=torch.float64) if bias is None else bias
-            for bias, size in zip((*inputs, down), (*[sizes[0]] * len(inputs), sizes[1]))
-        ]
-        gate_up_F, first = torch.cat(parts), pieces[block.gate_up][0]
+        names = self.network(block).biases or ("", "")
+        inputs = len(names) - 1
+        sizes = (*[widths[0] // inputs] * inputs, widths[1])
+        *parts, down_H = (self._bias(name, expert, size) for name, size in zip(names, sizes))
+        gate_up_F, first = torch.cat(parts), self._manifest.weights[block.gate_up][0]
         if first.interleaved:
             gate_up_F = torch.cat([gate_up_F[0::2], gate_up_F[1::2]])
         return (gate_up_F.roll(len(gate_up_F) // 2) if first.up_first else gate_up_F), down_H
 
-    def _bias(self, name: str, expert: int | None) -> Tensor | None:
+    def _bias(self, name: str, expert: int | None, size: int) -> Tensor:
         if not name:
-            return None
+            return torch.zeros(size, dtype=torch.float64)
         (piece,) = self._manifest.weights[name]
         whole = self._source.read(piece.file, name).double()
         return whole if whole.dim() == 1 or expert is None else whole[expert]
