@@ -16,6 +16,8 @@ from transformers import (
     MoonshineForConditionalGeneration,
     MuseSparkTextConfig,
     PreTrainedModel,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
 )
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
@@ -41,6 +43,7 @@ FAMILIES = (
     "dbrx",  # matrices of all experts below one another
     "jetmoe",  # router and bias in the same module
     "moonshine",  # biases, rows of up first
+    "step3p7",  # gate and up of all experts as a tensor each, clamps
 )
 SLOW = ("gemma4", "gpt_oss")
 STOCK_ONLY = ("dbrx", "jetmoe")
@@ -62,7 +65,42 @@ MOONSHINE = {
     "pad_token_id": 0,
     "decoder_start_token_id": 1,
 }
-HEADS = {"muse_spark": AutoModel, "moonshine": MoonshineForConditionalGeneration}
+STEP = {
+    "text_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_sliding_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "share_expert_dim": 24,
+        "mlp_layer_types": ["sparse", "dense"],
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": 8,
+        "swiglu_limits": [0.5, None],
+        "pad_token_id": 0,
+        "max_position_embeddings": 64,
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "mlp_ratio": 1.5,
+    },
+    "image_token_id": 1,
+}
+HEADS: dict[str, Any] = {
+    "muse_spark": AutoModel,
+    "moonshine": MoonshineForConditionalGeneration,
+    "step3p7": Step3p7ForConditionalGeneration,
+}
 """What opens a family that is no causal language model."""
 
 
@@ -70,9 +108,11 @@ def made(family: str, folder: Path) -> Path:
     """Write a tiny bf16 checkpoint of a family."""
     if family in HEADS:
         torch.manual_seed(7)
-        model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
-        if family == "moonshine":
-            model = MoonshineForConditionalGeneration(MoonshineConfig(**MOONSHINE))
+        if family == "muse_spark":
+            model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
+        else:
+            config = MoonshineConfig(**MOONSHINE) if family == "moonshine" else Step3p7Config(**STEP)
+            model = HEADS[family](config)
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if "mlp" in name:
@@ -94,10 +134,10 @@ def output(model: PreTrainedModel) -> torch.Tensor:
         if isinstance(model, MoonshineForConditionalGeneration):
             sound = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).bfloat16()
             return model(input_values=sound, decoder_input_ids=tokens()).logits
-        return model(tokens())[0]
+        return model(input_ids=tokens())[0]
 
 
-FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx")
+FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx", "step3p7")
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
