@@ -162,8 +162,7 @@ class QuantizedExperts(QuantizedBlock):
     ) -> Tensor:
         """Return what the original's call does, in the shape and dtype of `hidden_states`.
 
-        `top_k_index` ``[T, K]`` are integer expert ids, of which those of E and above add nothing, and `top_k_weights`
-        ``[T, K]``; both are None where the original takes hidden states only.
+        Ids and weights ``[T, K]`` are None where the original takes none; ids of E and above add nothing.
         """
         routing = () if top_k_index is None or top_k_weights is None else (top_k_index, top_k_weights)
         count = len(self.get_buffer(DOWN))

@@ -17,8 +17,7 @@ from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
-UP = "up_proj"
-"""Name of the first weight of experts without a gate, where others have gate_up."""
+UP = "up_proj"  # Name of the first weight of experts without a gate, where others have gate_up
 
 
 class Bf16Loader(nn.Module):
@@ -30,9 +29,8 @@ class Bf16Loader(nn.Module):
         self.tensors = dict(tensors)
         original = candidate.module
         dtype = next(original.parameters()).dtype
-        self.names = {GATE_UP: GATE_UP if candidate.gate.gated else UP, DOWN: DOWN}
-        if candidate.roles is not None:
-            self.names = {role: f"{name}.weight" for role, name in self.names.items()}
+        suffix = "" if candidate.roles is None else ".weight"
+        self.names = {GATE_UP: (GATE_UP if candidate.gate.gated else UP) + suffix, DOWN: DOWN + suffix}
         for role, stored in tensors.items():
             self._hold(self.names[role], torch.empty(stored.tensor.shape, dtype=dtype, device="meta"))
         # What the module has beside the weights, such as biases, norms and a router, stays in its source form.

@@ -156,7 +156,7 @@ def test_the_figure_of_the_output_is_of_the_block_s_own_function(family: str, tm
             for expert in comparison.experts_of(block.down):
                 pair = comparison.original(block.gate_up, expert), comparison.original(block.down, expert)
                 x = 3 * torch.randn(5, pair[1].shape[0], dtype=torch.float64)
-                gate, biases = comparison.network(block).gate, comparison.biases(block, expert, (len(pair[0]), 32))
+                gate, biases = block.network.gate, comparison.biases(block, expert, (len(pair[0]), 32))
                 found = _output(x, [pair], halves, gate, biases)
                 routing = [] if expert is None else [torch.full((5, 1), expert), torch.ones(5, 1).double()]
                 expected = module(x if family != "dbrx" else x[None], *routing).reshape(x.shape)

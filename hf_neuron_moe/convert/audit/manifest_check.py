@@ -55,10 +55,9 @@ def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
         yield "made of nothing"
         return
     for piece in pieces:
-        whole = len(piece.shape) in (2, 3) and 0 not in piece.shape
-        if whole and piece.stacked:
-            whole = len(piece.shape) == 2 and piece.shape[0] % piece.stacked == 0
-        if not whole or (piece.holds_experts and piece.expert is not None):
+        fits = not piece.stacked or (len(piece.shape) == 2 and piece.shape[0] % piece.stacked == 0)
+        fits = fits and len(piece.shape) in (2, 3) and 0 not in piece.shape
+        if not fits or (piece.holds_experts and piece.expert is not None):
             yield f"made of {piece.source}, which has the shape {list(piece.shape)}"
             return
     if len({piece.experts for piece in pieces if piece.holds_experts}) > 1:
