@@ -100,6 +100,9 @@ class QuantizedBlock(NeuronBlock):
     def neuron_stack(self) -> MXExpertStack:
         """The weights as the backend takes them."""
         gate_up, gate_up_scales, down, down_scales = map(self.get_buffer, self.tensor_names())
+        if self.neuron_form is not None and self.neuron_form.call == IDENTITY:
+            # Experts that return their input have rows too, which nothing reads.
+            gate_up, gate_up_scales = gate_up[: len(down)], gate_up_scales[: len(down)]
         layouts = self.neuron_layouts
         codes, biases = (gate_up, gate_up_scales, down, down_scales), map(self._buffers.get, BIASES)
         return MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], self.neuron_gate, *biases)
@@ -147,15 +150,6 @@ class QuantizedExperts(QuantizedBlock):
         form, shape = self.neuron_form, super().neuron_shape
         by_pair = form.call == BY_EXPERT or form.post_norm is not None
         return replace(shape, rows=shape.top_k or 0) if by_pair else shape
-
-    @property
-    def neuron_stack(self) -> MXExpertStack:
-        stack = super().neuron_stack
-        if self.neuron_form.call != IDENTITY:
-            return stack
-        count = len(stack.down_codes)  # experts that return their input have rows too, which nothing reads
-        codes, scales = stack.gate_up_codes[:count], stack.gate_up_scales[:count]
-        return replace(stack, gate_up_codes=codes, gate_up_scales=scales)
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None

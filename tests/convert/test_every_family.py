@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.audit.compare import Comparison, _output, blocks_of
+from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.errors import ConversionError
@@ -179,6 +181,8 @@ def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> 
     report = verify_checkpoint(tmp_path / "dst", source, probes=0)
     assert report.ok, str(report)
     assert all(probe.output >= 200 for probe in report.probes) and report.probes
+    facts = inspect_checkpoint(tmp_path / "dst", source).tensors
+    assert {fact.sqnr for fact in facts} == {None, math.inf}
     weights = "kernel" if layout == "kernel" and family not in STOCK_ONLY else "stock"
     stock, converted = opened(family, source), opened(family, tmp_path / "dst")
     state = stock.state_dict()
