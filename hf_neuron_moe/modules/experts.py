@@ -21,7 +21,7 @@ from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SORTED, STACKED
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
@@ -66,6 +66,14 @@ class NeuronExperts(ExpertsBlock):
         return self._run(hidden_states, top_k_index, top_k_weights)
 
 
+class SharedExperts(ExpertsBlock):
+    """Experts that all compute every token, with a weight for each."""
+
+    def forward(self, hidden_states: Tensor, gammas: Tensor) -> Tensor:
+        """Return the sum of all experts of `hidden_states` ``[..., H]``, weighted by `gammas` ``[..., E]``."""
+        return self._run(hidden_states, gammas)
+
+
 class SelfRoutedExperts(ExpertsBlock):
     """Experts that get hidden states only: with a router of their own, or sorted by expert."""
 
@@ -103,6 +111,8 @@ def compute_experts(
     gate_up, down, *biases = (parameter_of(module, name) for name in _operands(form))
     if form.call == STACKED:
         gate_up, down = _of_stacked(module, form)
+    if form.call == SHARED:
+        gate_up = torch.cat([gate_up, parameter_of(module, form.inputs[1])], dim=1)
     if form.call == IDENTITY:
         gate_up = gate_up[: len(down)]  # experts that return their input have rows too, which nothing reads
     if form.biased and form.bias_interleaved and not form.interleaved:
@@ -136,6 +146,8 @@ def called(
     """Return what the call of a `module` of this `form` returns, from the operator of its `experts`."""
     if form.call == STACKED:
         return experts_calls.stacked(operator, *inputs)
+    if form.call == SHARED:
+        return experts_calls.shared(operator, experts, *inputs)
     if form.call == IDENTITY:
         return experts_calls.identity(operator, experts, *inputs)
     if form.call == BY_EXPERT:
