@@ -156,9 +156,10 @@ class QuantizedExperts(QuantizedBlock):
     ) -> Tensor:
         """Return what the original's call does, in the shape and dtype of `hidden_states`.
 
-        Ids and weights ``[T, K]`` are None where the original takes none; ids of E and above add nothing.
+        The others are what the original takes: ids and weights ``[T, K]``, weights alone in their place, or nothing.
+        Ids of E and above add nothing.
         """
-        routing = () if top_k_index is None or top_k_weights is None else (top_k_index, top_k_weights)
+        routing = (each for each in (top_k_index, top_k_weights) if each is not None)
         count = len(self.get_buffer(DOWN))
         return called(self, self.neuron_form, self._compute, count, (hidden_states, *routing))
 
