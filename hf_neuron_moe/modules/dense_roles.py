@@ -59,12 +59,6 @@ class DenseRoles:
         return not self.up_first and not self.interleaved
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is a SwiGLU of linear layers of its own, without biases, and gate rows come first."""
-        plain = self.gate == SWIGLU and self.gate_first and not self.biased
-        return plain and self.roots == self.linears and not self.before and not self.after
-
-    @property
     def surrounded(self) -> bool:
         """Whether a call does more than its operator: checks, steps before or after it."""
         return bool(self.inert or self.constants or self.before or self.after)

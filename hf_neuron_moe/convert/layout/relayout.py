@@ -125,7 +125,7 @@ def store(
                     place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
                     rounded[piece.source] += _copy(place, values)
         if view is None:
-            encode(matrix_FK, forms, stored, gate_up=weight.is_gate_up)
+            encode(matrix_FK, forms, stored, gate_up=weight.halves > 0)
         yield stored
 
 
