@@ -18,8 +18,10 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, read_experts
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
+from hf_neuron_moe.modules.state_dict import halves_together
 
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
 
@@ -34,8 +36,8 @@ class QuantizedBlock(NeuronBlock):
 
     `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
     activations. `layouts` say by role how codes are stored; `tensors` are codes and scales by :meth:`tensor_names`, and
-    biases by :data:`BIASES` where there are any, on the meta device until they are loaded. `roles` are those of a dense
-    MLP's attributes, None for experts.
+    biases in their original form by :data:`BIASES` where there are any, on the meta device until they are loaded.
+    `roles` are those of a dense MLP's attributes, None for experts.
     """
 
     weight_suffix = ""
@@ -53,10 +55,13 @@ class QuantizedBlock(NeuronBlock):
         self.neuron_keep = canonical_keep(config.activations, "bf16")  # the backward is that of the bf16 kernels
         self.neuron_layouts = dict(layouts)
         self.neuron_fallbacks_warned: set[str] = set()
-        self.neuron_activation_name = "act_fn" if roles is None else roles.activation
-        self._remember_activation(self.neuron_activation_name)
-        for replaced in (GATE_UP, DOWN) if roles is None else roles.linears:
-            del (self._parameters if roles is None else self._modules)[replaced]
+        parts = read_experts(original) if roles is None else roles
+        self.neuron_form = parts if isinstance(parts, ExpertsForm) else None
+        self.neuron_activation_name = parts.activation
+        self._remember_activation(parts.activation, parts.gate)
+        for replaced in parts.parameters if isinstance(parts, ExpertsForm) else parts.linears:
+            self._parameters.pop(replaced, None)
+            self._modules.pop(replaced, None)
         for key in (*self.tensor_names(), *(name for name in BIASES if name in tensors)):
             self._hold(key, tensors[key])
 
@@ -65,7 +70,8 @@ class QuantizedBlock(NeuronBlock):
         stack = self.neuron_stack
         experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
         sizes = (stack.hidden, stack.inner, self.neuron_top_k)
-        return SavedBlock("bf16", *sizes, self.neuron_config.backend, quantized=True, experts=experts)
+        config, gate = self.neuron_config, self.neuron_gate
+        return SavedBlock("bf16", *sizes, config.backend, quantized=True, experts=experts, gate=gate)
 
     @classmethod
     def tensor_names(cls) -> tuple[str, str, str, str]:
@@ -88,6 +94,23 @@ class QuantizedBlock(NeuronBlock):
             self._hold(codes, held[0])
             self._hold(scales, held[1])
             self.neuron_layouts[role] = held[2]
+        if self.neuron_form is not None and self.neuron_form.biased:
+            gate_up, down = map(self.get_buffer, BIASES)
+            stack = self.neuron_stack
+            halves = halves_together(gate_up) if self.neuron_form.bias_interleaved else gate_up
+            halves = halves.unflatten(-1, (2, -1))
+            self._hold(BIASES[0], F.pad(halves, (0, stack.inner - halves.shape[-1])).flatten(-2))
+            self._hold(BIASES[1], F.pad(down, (0, stack.hidden - down.shape[-1])))
+
+    def original_biases(self, hidden: int | None, inner: int | None) -> dict[str, Tensor]:
+        """Return the biases as the original holds them, without zeros, by its parameters' names."""
+        form = self.neuron_form
+        if form is None or not form.biased:
+            return {}
+        gate_up, down = map(self.get_buffer, BIASES)
+        halves = gate_up.unflatten(-1, (2, -1))[..., :inner]
+        halves = halves.transpose(-1, -2) if form.bias_interleaved else halves
+        return dict(zip(BIASES, (halves.flatten(-2), down[..., :hidden].clone())))
 
     @property
     def neuron_stack(self) -> MXExpertStack:
@@ -99,6 +122,8 @@ class QuantizedBlock(NeuronBlock):
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
         self._check_activation(self.neuron_activation_name)
+        if self.neuron_form is not None:
+            check_constants(self, self.neuron_form, self.neuron_name)
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, QuantizedBlock, QuantizedExperts, QuantizedSwiGLUMLP
+from hf_neuron_moe.modules.quantized_blocks import (
+    BIASES,
+    DOWN,
+    GATE_UP,
+    QuantizedBlock,
+    QuantizedExperts,
+    QuantizedSwiGLUMLP,
+)
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
@@ -98,12 +106,15 @@ def _stand_in(
             raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
         return Bf16Loader(candidate, whole)
-    if candidate.gate != SWIGLU or (candidate.form is not None and not candidate.form.plain):
+    form = candidate.form
+    if (candidate.gate != SWIGLU) if form is None else not (form.routed and form.gate.gated and form.post_norm is None):
         fix = "Load the original checkpoint and patch it with precision='mxfp8'."
-        got = candidate.gate.title if candidate.gate != SWIGLU else "experts with biases, a norm or another call"
-        raise ConversionError.about(f"converted weights of {candidate.name}", "of a SwiGLU", got, fix)
+        expected = "of an MLP with the gate silu, or of experts that decode MX codes"
+        raise ConversionError.about(f"converted weights of {candidate.name}", expected, candidate.gate.title, fix)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
     held = {name: tensor.tensor for name, tensor in tensors.items()}
+    if form is not None and form.biased:
+        held |= {name: torch.empty_like(candidate.module.get_parameter(name), device="meta") for name in BIASES}
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)
     if candidate.roles is None:
         block.neuron_top_k = candidate.top_k

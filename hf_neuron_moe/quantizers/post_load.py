@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
-from hf_neuron_moe.modules.block import release_layout
+from hf_neuron_moe.modules.block import put_parameter, release_layout
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
@@ -62,6 +62,8 @@ def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype)
     slots = all_slots(model)
     for block, candidate in placement.quantized:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
+        for name, bias in block.original_biases(candidate.sizes[1], candidate.sizes[2]).items():
+            put_parameter(original, name, nn.Parameter(bias.to(dtype)))
         for parent, attribute in slots.get(id(block), ()):
             parent._modules[attribute] = original
     for swap in placement.swaps:
