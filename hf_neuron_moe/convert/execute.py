@@ -219,7 +219,9 @@ class _Run:
             self.buffers.scratch = Scratch(scratch)
             self.buffers.read = torch.empty(read_at_once, dtype=torch.uint8)
 
-        def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+        def read(piece: Piece, expert: int | None, rows: slice | None) -> torch.Tensor:
+            if rows is None:
+                return self.reader.read_scales(piece.source, expert)
             return self.reader.read(piece.file, piece.source, expert, self.buffers.read, rows)
 
         weight, forms = self.plan.weights[group[0].weight], self.plan.forms(group[0].group)

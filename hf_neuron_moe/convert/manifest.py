@@ -32,8 +32,8 @@ MANIFEST_FILE = "neuron_moe_manifest.json"
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
 
-FORMAT_VERSION = 5
-READABLE_VERSIONS = (1, 2, 3, 4, FORMAT_VERSION)
+FORMAT_VERSION = 6
+READABLE_VERSIONS = (1, 2, 3, 4, 5, FORMAT_VERSION)
 HEADER_VERSION = 2  # Of the shards' headers, which say the same since that version
 CHECKSUM = "sha256"
 MAX_WORD = 64  # Characters of the names of layouts and orientations
@@ -250,8 +250,8 @@ def load_manifest(directory: Path) -> Manifest:
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 4 had no quantized or interleaved sources. Version 3 did not say what was left. Version 2 had the SHA-256 of
-    every tensor; version 1 wrote forward operands only, scales packed in kernel layout.
+    Version 5 had no permuted words, version 4 no quantized or interleaved sources. Version 3 did not say what was left.
+    Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in kernel layout.
     """
     if version < 3:
         for entry in content["tensors"]:

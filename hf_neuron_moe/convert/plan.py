@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
+from hf_neuron_moe.convert.io.encoded import codes_kept
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
@@ -89,7 +90,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
         weight.name: weight
         for candidate in candidates
         if candidate.reason is None
-        for weight in _weights_of(candidate, assignments, model)
+        for weight in _with_codes(_weights_of(candidate, assignments, model), source)
     }
     if not weights:
         reasons = _reasons(refused)
@@ -207,6 +208,12 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
             raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
         weights.append(weight)
     return weights
+
+
+def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint) -> list[FusedWeight]:
+    """Note whether the words of one module's weights can be the source's codes: of all of them, as they share I."""
+    codes = codes_kept([piece.source for weight in weights for piece in weight.pieces], source.encodings)
+    return [replace(weight, codes=codes) for weight in weights]
 
 
 def _pieces(

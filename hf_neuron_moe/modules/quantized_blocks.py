@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_neuron_moe.activation_policy import canonical_keep
-from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
+from hf_neuron_moe.backends.mx_weights import PERMUTED, MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.formats.moe_mx import TILE, from_groups, to_groups
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
@@ -99,7 +100,9 @@ class QuantizedBlock(NeuronBlock):
             stack = self.neuron_stack
             halves = halves_together(gate_up) if self.neuron_form.bias_interleaved else gate_up
             halves = halves.unflatten(-1, (2, -1))
-            self._hold(BIASES[0], F.pad(halves, (0, stack.inner - halves.shape[-1])).flatten(-2))
+            halves = F.pad(halves, (0, stack.inner - halves.shape[-1]))
+            halves = to_groups(halves, min(stack.inner, TILE)) if self.permuted else halves
+            self._hold(BIASES[0], halves.flatten(-2))
             self._hold(BIASES[1], F.pad(down, (0, stack.hidden - down.shape[-1])))
 
     def original_biases(self, hidden: int | None, inner: int | None) -> dict[str, Tensor]:
@@ -108,9 +111,15 @@ class QuantizedBlock(NeuronBlock):
         if form is None or not form.biased:
             return {}
         gate_up, down = map(self.get_buffer, BIASES)
-        halves = gate_up.unflatten(-1, (2, -1))[..., :inner]
+        halves = gate_up.unflatten(-1, (2, -1))
+        halves = (from_groups(halves, min(halves.shape[-1], TILE)) if self.permuted else halves)[..., :inner]
         halves = halves.transpose(-1, -2) if form.bias_interleaved else halves
         return dict(zip(BIASES, (halves.flatten(-2), down[..., :hidden].clone())))
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the words hold H and I permuted, so that their groups are those of a quantized source."""
+        return self.neuron_layouts[GATE_UP].order == PERMUTED
 
     @property
     def neuron_stack(self) -> MXExpertStack:
@@ -127,6 +136,8 @@ class QuantizedBlock(NeuronBlock):
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
+        if self.permuted:
+            x_TH = to_groups(x_TH)
         # Whether a backward may come, now or in the second pass of a checkpointed one.
         inputs = [x_TH] if weight_TK is None else [x_TH, weight_TK]
         training = self.training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
@@ -146,7 +157,8 @@ class QuantizedBlock(NeuronBlock):
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""
         stack, layout = self.neuron_stack, self.neuron_layouts[GATE_UP]
-        return f"frozen {layout.fmt}, {layout.arrangement}, H={stack.hidden}, I={stack.inner}"
+        order = ", permuted" if self.permuted else ""
+        return f"frozen {layout.fmt}, {layout.arrangement}{order}, H={stack.hidden}, I={stack.inner}"
 
 
 class QuantizedProjection(nn.Module):

@@ -112,6 +112,10 @@ def _stand_in(
         expected = "of an MLP with the gate silu, or of experts that decode MX codes"
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, candidate.gate.title, fix)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
+    if len({layout.order for layout in layouts.values()}) > 1:
+        got, fix = f"{whole[GATE_UP].layout} and {whole[DOWN].layout}", "The shards do not belong together."
+        expected = "permuted both or neither"
+        raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
     held = {name: tensor.tensor for name, tensor in tensors.items()}
     if form is not None and form.biased:
         held |= {name: torch.empty_like(candidate.module.get_parameter(name), device="meta") for name in BIASES}

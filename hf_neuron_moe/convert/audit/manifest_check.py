@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hf_neuron_moe.convert.layout.orientations import SOURCE, stored_forms
+from hf_neuron_moe.convert.io.encoded import codes_kept
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SOURCE, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, experts_in
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
@@ -22,11 +23,12 @@ def disagreements(manifest: Manifest) -> list[tuple[str, str]]:
         (weight, message)
         for weight, tensors in manifest.by_weight().items()
         if weight in manifest.weights
-        for message in _wrong(weight, manifest.weights[weight], tensors, manifest.options)
+        for message in _wrong(weight, manifest.weights[weight], tensors, manifest)
     ]
 
 
-def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], options: ConvertOptions) -> list[str]:
+def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], manifest: Manifest) -> list[str]:
+    options, permuted = manifest.options, tensors[0].layout in PERMUTED_WORDS.values()
     if any(tensor.layout == SOURCE for tensor in tensors):
         if len(tensors) > 1 or len(pieces) != 1 or tensors[0].name != weight:
             return ["copied, but not as one tensor of one source tensor"]
@@ -36,7 +38,9 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], o
         return messages
     experts = experts_in(pieces)
     shape = (max(piece.rows.stop for piece in pieces), _columns(pieces[0]))
-    fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces))
+    # Codes that could be kept may have been quantized again: versions before 6 did that.
+    codes = codes_kept([piece.source for piece in _both(weight, manifest)], manifest.encodings) if permuted else ""
+    fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces), codes)
     alone = fused.is_gate_up and len(pieces) == 1 and pieces[0].transposed
     if any(piece.interleaved for piece in pieces) and not alone:
         return ["made of interleaved tensors that are no gate_up weight"]
@@ -46,6 +50,15 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], o
     if not any(facts == _expected(fused, choice, options.orientations, len(tensors)) for choice in _possible(options)):
         return ["stored as tensors that these options do not make of it"]
     return []
+
+
+def _both(weight: str, manifest: Manifest) -> list[Piece]:
+    """The pieces of a block's two weights, which are permuted together; none where one is missing or is not."""
+    ends = ("gate_up_proj", "down_proj")
+    names = [weight.removesuffix(end) + other for end in ends for other in ends if weight.endswith(end)]
+    stored = [tensor.layout for tensor in manifest.tensors if tensor.weight in names]
+    whole = len(stored) == 4 and sum(layout in PERMUTED_WORDS.values() for layout in stored) == 2
+    return [piece for name in names for piece in manifest.weights.get(name, ()) if whole]
 
 
 def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:

@@ -6,7 +6,7 @@ N rows and K columns of a stored matrix, E experts. Only the codes and scales of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -59,6 +59,33 @@ def values_shape(encoding: Encoding) -> tuple[int, ...]:
 def _grid(encoding: Encoding, shape: tuple[int, ...]) -> tuple[int, ...]:
     rows, columns = encoding.block
     return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+
+
+def codes_kept(names: Iterable[str], encodings: Mapping[str, Encoding]) -> str:
+    """The precision, ``"mxfp8"`` or ``"mxfp4"``, whose words can hold the codes of all these tensors; "" for others."""
+    kinds = {_mx_kind(encodings[name]) if name in encodings else "" for name in names}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _mx_kind(encoding: Encoding) -> str:
+    if encoding.codes.dtype != "F8_E4M3":
+        return "mxfp4"
+    whole = encoding.codes.shape[-1] % MX_BLOCK == 0 and encoding.block[1] % MX_BLOCK == 0
+    return "mxfp8" if whole and encoding.scales.dtype in BYTE_SCALES else ""
+
+
+def read_group_scales(read: ReadStored, encoding: Encoding, expert: int | None) -> torch.Tensor:
+    """Read the scale bytes of one matrix of MX codes, one per row and 32 columns: uint8 ``[N, K/32]``."""
+    rows, columns = encoding.block
+    axes = encoding.codes.shape[-3:-1] if encoding.codes.dtype == "U8" else encoding.codes.shape[-2:]
+    groups = (
+        axes[1]
+        if encoding.codes.dtype == "U8"
+        else axes[1] // (GROUP_BYTES if encoding.codes.dtype == "I8" else MX_BLOCK)
+    )
+    scales = _scales(read, encoding, expert, slice(0, -(-axes[0] // rows))).view(torch.uint8)
+    spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns // MX_BLOCK, 1)
+    return spread[: axes[0], :groups]
 
 
 def _misfit(tensor: SourceTensor, expected: str, got: object) -> ConversionError:

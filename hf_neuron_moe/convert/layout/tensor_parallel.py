@@ -25,6 +25,9 @@ class FusedWeight:
     name: str  # Its name in the converted checkpoint
     shape: tuple[int, ...]  # ``[F, K]`` or ``[E, F, K]``
     pieces: tuple[Piece, ...]  # The source tensors that fill it; all of one dtype
+    codes: str = ""
+    """``"mxfp8"`` or ``"mxfp4"`` where this and the block's other weight are such codes in the source, with a power of
+    two for each 32 adjacent values of the contraction axis."""
 
     @property
     def is_gate_up(self) -> bool:
