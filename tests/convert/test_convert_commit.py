@@ -179,7 +179,7 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
     text = manifest.read_text()
     for old, new, kind, message in [
         ('"model.safetensors"', '"../up.safetensors"', SourceDamageError, "file name"),
-        ('"format_version": 5', '"format_version": 6', ConversionError, "format version 6"),
+        ('"format_version": 6', '"format_version": 7', ConversionError, "format version 7"),
         ('"tensors"', '"tensor"', SourceDamageError, "unknown field 'tensor'"),
         ('"layout": "kernel"', '"layout": "colonel"', SourceDamageError, "layout"),
         ("{", "[", SourceDamageError, "JSONDecodeError"),

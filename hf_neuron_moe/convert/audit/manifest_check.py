@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hf_neuron_moe.convert.io.encoded import codes_kept
-from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SOURCE, stored_forms
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, experts_in
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
@@ -56,9 +56,10 @@ def _both(weight: str, manifest: Manifest) -> list[Piece]:
     """The pieces of a block's two weights, which are permuted together; none where one is missing or is not."""
     ends = ("gate_up_proj", "down_proj")
     names = [weight.removesuffix(end) + other for end in ends for other in ends if weight.endswith(end)]
-    stored = [tensor.layout for tensor in manifest.tensors if tensor.weight in names]
-    whole = len(stored) == 4 and sum(layout in PERMUTED_WORDS.values() for layout in stored) == 2
-    return [piece for name in names for piece in manifest.weights.get(name, ()) if whole]
+    values = (tensor for tensor in manifest.tensors if tensor.weight in names and tensor.layout not in SCALES)
+    if {(tensor.weight, tensor.layout in PERMUTED_WORDS.values()) for tensor in values} != {(n, True) for n in names}:
+        return []
+    return [piece for name in names for piece in manifest.weights.get(name, ())]
 
 
 def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
