@@ -113,7 +113,7 @@ def test_permuted_words_get_permuted_rows(tmp_path: Path, machine: Start) -> Non
     assert set(set_backend(model, "neuron").values()) == {None}
     found = block(x, index, weights)
     assert double.names == ["moe_cte"]
-    rows = double.calls[0].arguments["hidden_states"][:20]
+    rows = double.calls[0].arguments["hidden_states"].data[:20]
     assert rows.shape == (20, 512)
     value = torch.arange(512)
     place = value % 32 // 8 * 128 + 8 * (value // 32) + value % 8
