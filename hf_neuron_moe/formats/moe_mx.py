@@ -15,7 +15,7 @@ gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
 
 pI is 128 if I >= 512 and I/4 below. An I above 512 is zero-padded to a multiple of it. A group of 32 values is 8
 partitions x 4 lanes. Codes with a scale per 32 adjacent values become words without another rounding if the axis is
-permuted (:func:`arrange_moe_codes`): value ``32q + 8r + i`` lies at partition ``8q + i`` of lane r, tile after tile.
+permuted (:func:`arrange_moe_words`): value ``32q + 8r + i`` lies at partition ``8q + i`` of lane r, tile after tile.
 Along H, where a lane goes through all tiles, that is position ``r*(H/4) + 8q + i``.
 """
 
@@ -180,18 +180,21 @@ def from_groups(values: Tensor, tile: int | None = None) -> Tensor:
     return values.unflatten(-1, (-1, LANES, blocks, PATCH_ROWS)).transpose(-3, -2).flatten(-4)
 
 
-def arrange_moe_codes(codes: Tensor, scales: Tensor, fmt: ElementFormat) -> MoEWeightMX:
-    """Arrange codes with a scale byte per 32 adjacent values as words; every code and every byte stays what it is.
+def group_words(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Pack codes ``[..., K]``, one per byte, to words ``[..., K/4]`` of which 8 neighbours hold 32 adjacent codes."""
+    return pack_x4(codes.unflatten(-1, (-1, LANES, PATCH_ROWS)).transpose(-1, -2).flatten(-3), fmt)
 
-    `codes` are gate_up ``[E, 2, I, H]`` or down ``[E, H, I]``, one per byte, H and an I from 512 on in multiples of
-    512. `scales` have one in 32 values of the last axis. The words hold H and I permuted by :func:`to_groups`, of down
-    only I: the layer's input has to be permuted, and its output is in natural order.
+
+def arrange_moe_words(words: Tensor, scales: Tensor, fmt: ElementFormat) -> MoEWeightMX:
+    """Arrange words of :func:`group_words` and a scale byte per 32 adjacent values; every bit stays what it is.
+
+    `words` are gate_up ``[E, 2, I, H/4]`` or down ``[E, H, I/4]``, H and an I from 512 on in multiples of 512. The
+    result holds H and I permuted by :func:`to_groups`, of down only I: the layer's input has to be permuted, and its
+    output is in natural order.
     """
-    tiles = -(-codes.shape[-1] // TILE)
-    gate_up = codes.ndim == 4
+    tiles, gate_up = -(-words.shape[-1] // PARTITIONS), words.ndim == 4
     if gate_up:
-        codes, scales = (to_groups(part.mT, min(part.shape[-2], TILE)).mT for part in (codes, scales))
-    words = pack_x4(codes.unflatten(-1, (-1, LANES, PATCH_ROWS)).transpose(-1, -2).flatten(-3), fmt)
+        words, scales = (to_groups(part.mT, min(part.shape[-2], TILE)).mT for part in (words, scales))
     words, scales = (
         part.unflatten(-1, (tiles, -1)).permute((0, 4, 1, 3, 2) if gate_up else (0, 3, 2, 1)).contiguous()
         for part in (words, scales)

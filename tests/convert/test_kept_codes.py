@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.convert.estimate import estimate_conversion
 from hf_neuron_moe.convert.io import encoded
 from hf_neuron_moe.convert.layout import relayout
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
@@ -138,7 +139,9 @@ def test_words_hold_the_codes_of_the_source(
 
 def test_reports_and_the_way_back_are_exact(tmp_path: Path) -> None:
     source, tensors = gpt_oss(tmp_path / "src", 96, 64)
+    estimate = estimate_conversion(source, tmp_path / "dst", ConvertOptions("mxfp4", pad=True))
     assert command("convert", source, tmp_path / "dst", "--precision", "mxfp4", "--pad")[0] == 0
+    assert estimate.files == {path.name: path.stat().st_size for path in (tmp_path / "dst").iterdir()}
     report = verify_checkpoint(tmp_path / "dst", source, probes=0)
     assert report.ok and len(report.probes) == 2, str(report)
     assert all(value == float("inf") for probe in report.probes for value in probe.weights.values())
@@ -198,6 +201,9 @@ def test_allowing_it_changes_nothing_where_codes_can_be_kept(tmp_path: Path) -> 
         convert_checkpoint(source, tmp_path / name, ConvertOptions("mxfp4", allow_inexact=allowed))
     shard = "neuron-00001-of-00001.safetensors"
     assert (tmp_path / "one" / shard).read_bytes() == (tmp_path / "two" / shard).read_bytes()
+    options = ("--precision", "mxfp4", "--scale-rule", "even")
+    assert command("convert", source, tmp_path / "no", *options)[0] == 1
+    assert command("convert", source, tmp_path / "again", *options, "--allow-inexact")[0] == 0
 
 
 @pytest.mark.parametrize("byte", [253, 254, 255])

@@ -23,7 +23,7 @@ from hf_neuron_moe.formats import (
 from hf_neuron_moe.formats.constants import element_format
 from hf_neuron_moe.formats.e8m0 import multiply_by_scale_
 from hf_neuron_moe.formats.elements import decode
-from hf_neuron_moe.formats.moe_mx import arrange_moe_codes, from_groups, to_groups
+from hf_neuron_moe.formats.moe_mx import arrange_moe_words, from_groups, group_words, to_groups
 from tests.refusals import refused
 
 FORMATS = ["e4m3fn", "e5m2", "e2m1"]
@@ -169,7 +169,7 @@ def test_codes_with_scales_of_adjacent_values_become_words(H: int, inter: int, f
         codes = torch.randint(0, 1 << element.code_bits, shape, generator=generator, dtype=torch.uint8)
         codes[codes & 0x7F == 0x7F] = 0  # NaN of e4m3
         bytes_ = torch.randint(0, 247, (*shape[:-1], shape[-1] // 32), generator=generator, dtype=torch.uint8)
-        weight = arrange_moe_codes(codes, bytes_, element)
+        weight = arrange_moe_words(group_words(codes, element), bytes_, element)
         values = multiply_by_scale_(decode(codes, element), bytes_.repeat_interleave(32, -1))
         K, q, r, i = shape[-1], *places(shape[-1])
         if len(shape) == 4:

@@ -131,13 +131,14 @@ def test_experts_compute_with_the_stored_values(
         assert (found.double() - right).norm() < bound * right.norm()
 
 
-def test_logits_are_those_of_the_patched_original(tmp_path: Path) -> None:
-    """Codes in matrices have the groups of the training kernels: the same numbers, bit for bit."""
+@pytest.mark.parametrize("layout", ["kernel", "fused"])
+@pytest.mark.parametrize("precision", ["mxfp8", {"*": "mxfp8", "model.layers.0.*": "bf16"}], ids=["mxfp8", "mixed"])
+def test_logits_are_those_of_the_patched_original(precision: Any, layout: str, tmp_path: Path) -> None:
+    """Codes in matrices have the groups of the training kernels: the same values, bit for bit."""
     wide_range_(tiny_model("gpt_oss", **SIZES["gpt_oss"])).bfloat16().save_pretrained(tmp_path / "src")
-    convert_checkpoint(tmp_path / "src", tmp_path / "dst", ConvertOptions("mxfp8"))
-    found, wanted = (
-        model.eval()(tokens()).logits for model in (load(tmp_path / "dst"), patched(tmp_path / "src", "mxfp8"))
-    )
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst", ConvertOptions(precision, layout))
+    models = (load(tmp_path / "dst"), patched(tmp_path / "src", precision))
+    found, wanted = (model.eval()(tokens()).logits for model in models)
     assert torch.equal(found, wanted)
 
 

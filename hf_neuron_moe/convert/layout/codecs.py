@@ -58,14 +58,16 @@ def keep_codes(
     places: Sequence[torch.Tensor],
 ) -> None:
     """Fill words and scales with the source's codes and scales; dividing its values by the scales rounds nothing."""
-    fmt, codes_FK = _FORMATS[forms[0].layout], torch.empty(matrix_FK.shape, dtype=torch.uint8)
+    fmt, (F, K) = _FORMATS[forms[0].layout], matrix_FK.shape
+    words_FP = torch.empty(F, K // LANES, dtype=fmt.carrier)
     for rows, chunk in _row_chunks(matrix_FK):
         blocks = chunk.float().unflatten(1, (-1, MX_BLOCK))
-        codes_FK[rows] = encode_(divide_by_scale_(blocks, scales_FG[rows][..., None]), fmt).flatten(1)
-    parts = [codes_FK, scales_FG]
+        codes = encode_(divide_by_scale_(blocks, scales_FG[rows][..., None]), fmt)
+        words_FP[rows] = moe_mx.group_words(codes.flatten(1), fmt)
+    parts = [words_FP, scales_FG]
     if forms[0].part.gate_up:
         parts = [part.unflatten(0, (2, -1)) for part in parts]
-    _store_words(moe_mx.arrange_moe_codes(parts[0][None], parts[1][None], fmt), forms[1], places)
+    _store_words(moe_mx.arrange_moe_words(parts[0][None], parts[1][None], fmt), forms[1], places)
 
 
 def _store_words(
