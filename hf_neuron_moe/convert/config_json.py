@@ -40,7 +40,8 @@ _PURPOSES = {
 def quantization_config(options: ConvertOptions) -> dict[str, Any]:
     """The entry of ``config.json``: every option that shapes a tensor, and the values in force where one was left out.
 
-    ``scales`` is null where each kernel got the layout it takes; the shards' headers say which, tensor by tensor.
+    ``scales`` is null where each kernel got the layout it takes; the shards' headers say which, tensor by tensor. They
+    also say where codes were kept, which ``allow_inexact`` alone does not tell.
     """
     return {
         "quant_method": QUANT_METHOD,
