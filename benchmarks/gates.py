@@ -1,16 +1,20 @@
 """Time of a training step of experts with each gate, over that of plain SwiGLU with the same sizes.
 
     python benchmarks/gates.py                                     # every row, bf16
+    python benchmarks/gates.py --isa avx2                          # as on a CPU without bf16 instructions
+    python benchmarks/gates.py --json gates.json                   # medians and quartiles as JSON too
     python benchmarks/gates.py --gate gpt-oss --precision mxfp8    # one row beside SwiGLU
     python benchmarks/gates.py --tokens 512 --hidden 512 --inner 1024 --rounds 3
 
-Contestants take turns in a random order, and ratios divide medians of one run. A gate without a gate projection has two
-thirds of the products.
+Contestants take turns in a random order, and ratios divide medians of one run. The last column divides by SwiGLU with
+the same biases and the same layout: what the gate itself costs. A gate without a gate projection has two thirds of the
+products. With --cpu-time the processor's time is measured, which other processes disturb less: with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -23,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
+from benchmarks.setting import machine, restart_with_isa
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.modules import ops
 
@@ -73,7 +78,8 @@ class Contestant:
 
     def step(self) -> float:
         """Return the seconds of a forward and a backward."""
-        begin, row = time.perf_counter(), self.row
+        clock = time.process_time if self.options.cpu_time else time.perf_counter
+        begin, row = clock(), self.row
         y = ops.experts(
             *self.given,
             transposed=row.transposed,
@@ -87,7 +93,7 @@ class Contestant:
         )
         leaves = [tensor for tensor in (*self.given, *self.biases) if tensor is not None and tensor.requires_grad]
         torch.autograd.grad(y, leaves, self.dout)
-        return time.perf_counter() - begin
+        return clock() - begin
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -100,22 +106,50 @@ def parse_arguments() -> argparse.Namespace:
     for name, value in (("tokens", 2048), ("hidden", 1024), ("inner", 1024), ("experts", 8), ("top-k", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each row")
+    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
+    parser.add_argument("--cpu-time", action="store_true", help="time of this process on the processor")
+    parser.add_argument("--json", type=Path, help="write the results here too")
     return parser.parse_args()
+
+
+def alike(row: Row) -> str:
+    """Return the name of SwiGLU with the biases and the layout of `row`."""
+    words = [word for word in ("biased", "interleaved", "transposed") if getattr(row, word)]
+    name = "-".join(["silu", *words])
+    ROWS.setdefault(name, row._replace(gate=SWIGLU))
+    return name
 
 
 def main() -> None:
     options = parse_arguments()
-    contestants = {name: Contestant(ROWS[name], options) for name in dict.fromkeys(["silu", *options.gate])}
+    if options.isa:
+        restart_with_isa(options.isa)
+    names = dict.fromkeys(["silu", *(alike(ROWS[name]) for name in options.gate), *options.gate])
+    contestants = {name: Contestant(ROWS[name], options) for name in names}
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(options.rounds + 1):  # the first warms up
         for name in random.sample(list(contestants), len(contestants)):
             seconds = contestants[name].step()
             if number:
                 times[name].append(seconds)
-    plain = statistics.median(times["silu"])
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    print(f"{'':32} {'median':>9} {'quartiles':>17} {'of SwiGLU':>11} {'laid out alike':>16}")
+    results = {}
     for name, seconds in times.items():
-        median = statistics.median(seconds)
-        print(f"{name:20} {1000 * median:9.1f} ms {median / plain:6.2f} of SwiGLU")
+        low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+        whole, own = medians[name] / medians["silu"], medians[name] / medians[alike(ROWS[name])]
+        quartiles = f"{1000 * low:.1f} to {1000 * high:.1f}"
+        print(f"{name:32} {1000 * medians[name]:6.1f} ms {quartiles:>17} {whole:11.2f} {own:16.2f}")
+        results[name] = {
+            "median_s": medians[name],
+            "quartiles_s": [low, high],
+            "of_swiglu": whole,
+            "laid_out_alike": own,
+        }
+    if options.json:
+        sizes = {key: getattr(options, key) for key in ("tokens", "hidden", "inner", "experts", "top_k")}
+        setting = machine() | sizes | {key: getattr(options, key) for key in ("precision", "activations", "cpu_time")}
+        options.json.write_text(json.dumps({"setting": setting, "rows": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

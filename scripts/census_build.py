@@ -186,12 +186,22 @@ def _configs(cls: type[nn.Module]) -> Iterator[Any]:
     nested: list[Any] = []
     for name in dict.fromkeys([*(name for name in _annotated(cls.__module__, cls.__name__) if name in kinds), *like]):
         try:
-            config = kinds[name]()
-        except (TypeError, ValueError, AttributeError, KeyError, ImportError):
+            config = _default(kinds[name])
+        except (TypeError, ValueError, AttributeError, KeyError, ImportError, OSError):
             continue
         nested += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
         yield _small(config)
     yield from map(_small, nested)
+
+
+def _default(kind: Any) -> Any:
+    """The default configuration; with plain parts where a part's default needs a package or a file of the hub."""
+    from transformers import PreTrainedConfig
+
+    try:
+        return kind()
+    except (ImportError, OSError):
+        return kind(**{name: PreTrainedConfig() for name in kind.sub_configs})
 
 
 def _shared(one: str, other: str) -> int:

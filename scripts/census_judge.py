@@ -170,6 +170,8 @@ def _inputs(module: nn.Module) -> dict[str, Any]:
         return dict(zip(names, (hidden_BSH.flatten(0, 1), index_TK, weights_TK)))
     needed = [each.name for each in parameters if each.name in names and each.default is each.empty]
     given = dict[str, Any]((name, hidden_BSH.clone()) for name in needed)
+    if len(needed) == 2 and _is_stacked(module):  # experts that all compute, and their weights
+        given[needed[1]] = torch.rand(*TOKENS, next(module.parameters()).shape[0], generator=generator)
     return given | {name: given[name].flatten(0, 1) for name in given if _is_stacked(module)}
 
 
@@ -184,4 +186,7 @@ def _hidden_size(module: nn.Module) -> int:
         value = getattr(module, name, None)
         if type(value) is int and not any(isinstance(each, nn.Linear) for each in module.children()):
             return value
+    stacks = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
+    if stacks:
+        return stacks[0].shape[-1]
     return next(each.in_features for each in module.modules() if isinstance(each, nn.Linear))

@@ -95,7 +95,7 @@ def mixtral_config(llama: LlamaConfig, layers: int, experts: int, top_k: int) ->
     )
 
 
-def _perturbed_copies(weight: Tensor, experts: int, noise: float, generator: torch.Generator) -> Tensor:
+def perturbed_copies(weight: Tensor, experts: int, noise: float, generator: torch.Generator) -> Tensor:
     """Stack `experts` copies of a weight, each with Gaussian noise of `noise` times the weight's RMS added."""
     copies = weight.expand(experts, *weight.shape).clone()
     scale = noise * weight.square().mean().sqrt()
@@ -112,8 +112,8 @@ def _expert_weights(
     router_EH = torch.randn(experts, down_HI.shape[0], generator=generator) * ROUTER_STD
     return {
         "mlp.gate.weight": router_EH.to(down_HI.dtype),
-        "mlp.experts.gate_up_proj": _perturbed_copies(gate_up_2IH, experts, noise, generator),
-        "mlp.experts.down_proj": _perturbed_copies(down_HI, experts, noise, generator),
+        "mlp.experts.gate_up_proj": perturbed_copies(gate_up_2IH, experts, noise, generator),
+        "mlp.experts.down_proj": perturbed_copies(down_HI, experts, noise, generator),
     }
 
 

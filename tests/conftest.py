@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.backends.torch import compute
+from tests.thinned import thin
 
 # No deadline: a shared CI core makes single examples slow, and that is not what these tests are about.
 _COMMON = hypothesis.settings(deadline=None, print_blob=True, max_examples=50)
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(profile)
     if profile == "fresh" and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(secrets.randbelow(2**32))
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Make cases of thinned tests slow."""
+    thin(items)
 
 
 def pytest_collection_finish() -> None:

@@ -147,6 +147,22 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+MUSE_SPARK: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "moe_intermediate_size": 24,
+    "moe_hidden_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "mlp_layer_types": ["sparse", "dense"],
+}
+"""A tiny MuseSparkTextConfig, which has no class for language modelling of its own."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 FAMILIES = (*DENSE, *MOE)

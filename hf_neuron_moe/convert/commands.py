@@ -121,7 +121,7 @@ def plan_for(
         check_destination(destination, folder, force=force)
     plan = plan_of(folder, options or ConvertOptions())
     if strict:
-        check_nothing_left(plan.left)
+        check_nothing_left({name: left for name, left in plan.left.items() if name not in plan.allowed})
     return plan
 
 

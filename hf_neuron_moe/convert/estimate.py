@@ -2,7 +2,8 @@
 
 Bytes are counted with the functions that write them and are exact. Memory is what this process holds after planning and
 a measurement that has loaded everything a conversion uses, and the buffers the conversion will add. Time comes from
-measuring each kind of work on a few megabytes: reading, checksums, the weights' layouts, and the destination's disk.
+measuring each kind of work on a few megabytes: reading, decoding of quantized sources, checksums, the weights' layouts,
+and the destination's disk.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ import torch
 from hf_neuron_moe.convert.commands import check_call, plan_for
 from hf_neuron_moe.convert.execute import Made, buffer_sizes, buffers_of, decoding_bytes, workers_for
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.encoded import ROWS_BYTES, read_values, values_shape
 from hf_neuron_moe.convert.io.file_hashes import entries_of
 from hf_neuron_moe.convert.io.shard import shard_header
+from hf_neuron_moe.convert.io.source import TORCH_DTYPES, Encoding, SourceTensor, nbytes_of
 from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES
 from hf_neuron_moe.convert.layout.orientations import stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES, Scratch, scratch_bytes, store
@@ -54,7 +57,7 @@ class Estimate:
     source_bytes: int  # Bytes of tensors to read
     workers: int  # Threads that will work: fewer than asked for where their memory together would be too much
     peak_memory_bytes: int  # Largest memory that no file backs
-    compute_seconds: float  # Reading, checksums and layouts
+    compute_seconds: float  # Reading, decoding, checksums and layouts
     disk_seconds: float  # Carrying the output to the destination's disk, at the speed it has now
     exact: bool
     """Whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider than
@@ -125,6 +128,7 @@ def estimate_conversion(
     converted = [plan.weights[name] for name in sorted(weights & plan.weights.keys())]
     # Before the memory is looked at: it loads everything that a conversion uses.
     compute_seconds = _compute_seconds(plan, converted, source_bytes, output_bytes, count)
+    compute_seconds += _decoding_seconds(plan, weights, count)
     return Estimate(
         files=files,
         output_bytes=output_bytes,
@@ -176,7 +180,7 @@ def _compute_seconds(
     for weight in converted:
         first = weight.pieces[0]
         precision = plan.options.of(weight.name).precision
-        kind = (precision, weight.is_gate_up, weight.has_experts, weight.hidden, first.dtype, first.transposed)
+        kind = (precision, weight.halves, weight.has_experts, weight.hidden, first.dtype, first.transposed)
         if kind not in costs:
             with working(workers):  # each with its share of torch's threads
                 costs[kind] = _relayout_cost(weight, plan.options)
@@ -184,10 +188,39 @@ def _compute_seconds(
     return seconds / min(workers, cores())
 
 
+def _decoding_seconds(plan: ConversionPlan, weights: Collection[str], workers: int) -> float:
+    """Seconds that decoding the sources of these weights and copied tensors takes, where they are codes."""
+    found = {piece.source for name in weights for piece in plan.pieces[name]} & plan.source.encodings.keys()
+    costs: dict[tuple[object, ...], float] = {}
+    seconds = 0.0
+    for encoding in (plan.source.encodings[name] for name in sorted(found)):
+        shape = values_shape(encoding)
+        kind = (encoding.codes.dtype, encoding.scales.dtype, encoding.block, encoding.transposed, shape[-2:])
+        if kind not in costs:
+            with working(workers):
+                costs[kind] = _decoding_cost(encoding)
+        seconds += costs[kind] * math.prod(shape)
+    return seconds / min(workers, cores())
+
+
+def _decoding_cost(encoding: Encoding) -> float:
+    """Seconds per value: the reader's own code on as many rows as it decodes at a time, with zeros as file."""
+    *experts, rows, columns = values_shape(encoding)
+    count = min(rows, max(1, ROWS_BYTES // (2 * columns)))
+
+    def read(stored: SourceTensor, expert: int | None, part: slice | None) -> torch.Tensor:
+        shape = stored.shape if expert is None else stored.shape[1:]
+        shape = shape if part is None else (len(range(shape[0])[part]), *shape[1:])
+        zeros = torch.zeros(nbytes_of(stored.dtype, shape), dtype=torch.uint8)
+        return zeros.view(TORCH_DTYPES[stored.dtype]).view(shape)
+
+    return _fastest(lambda: read_values(read, encoding, 0 if experts else None, slice(0, count))) / (count * columns)
+
+
 def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     """Seconds per value: the weight's own code on one expert and few intermediate values."""
     inner, first = min(weight.intermediate, SAMPLE_INNER), weight.pieces[0]
-    F, K = (2 * inner, weight.hidden) if weight.is_gate_up else (weight.hidden, inner)
+    F, K = (weight.halves * inner, weight.hidden) if weight.halves else (weight.hidden, inner)
     shape = (K, F) if first.transposed else (F, K)
     piece = Piece("sample", "sample", first.dtype, shape, 0 if weight.has_experts else None, 0, first.transposed)
     sample = FusedWeight(weight.name, (1, F, K) if weight.has_experts else (F, K), (piece,))

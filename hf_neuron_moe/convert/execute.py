@@ -222,7 +222,8 @@ class _Run:
         def read(piece: Piece, expert: int | None, rows: slice | None) -> torch.Tensor:
             if rows is None:
                 return self.reader.read_scales(piece.source, expert)
-            return self.reader.read(piece.file, piece.source, expert, self.buffers.read, rows)
+            index, rows = piece.place(expert, rows)
+            return self.reader.read(piece.file, piece.source, index, self.buffers.read, rows)
 
         weight, forms = self.plan.weights[group[0].weight], self.plan.forms(group[0].group)
         yield from store(

@@ -54,6 +54,8 @@ class Piece:
     start: int = 0  # First row on the F axis
     transposed: bool = False  # The source holds ``[K, F]`` matrices
     interleaved: bool = False  # Their F axis has gate and up in turn, where the fused weight has gate first
+    up_first: bool = False  # Their F axis has all of up before gate
+    stacked: int = 0  # Number of experts whose matrices lie below one another in a source of two axes
 
     @property
     def nbytes(self) -> int:
@@ -61,22 +63,43 @@ class Piece:
         return nbytes_of(self.dtype, self.shape)
 
     @property
+    def matrix(self) -> tuple[int, int]:
+        """Shape of one matrix in the source."""
+        rows, columns = self.shape[-2:]
+        return (rows // self.stacked if self.stacked else rows), columns
+
+    @property
     def rows(self) -> slice:
         """Its rows on the F axis."""
-        return slice(self.start, self.start + self.shape[-1 if self.transposed else -2])
+        return slice(self.start, self.start + self.matrix[1 if self.transposed else 0])
 
     def source_rows(self, rows: slice) -> slice:
         """Where a range of its rows, all of gate or all of up, lies on the source's axis."""
+        inner = (self.rows.stop - self.rows.start) // 2
+        if self.up_first:
+            shift = inner if rows.start < inner else -inner
+            return slice(rows.start + shift, rows.stop + shift)
         if not self.interleaved:
             return rows
-        inner = (self.rows.stop - self.rows.start) // 2
         half = rows.start // inner
         return slice(2 * (rows.start - half * inner) + half, 2 * (rows.stop - half * inner), 2)
 
+    def place(self, expert: int | None, rows: slice) -> tuple[int | None, slice]:
+        """Where rows of a matrix are read: index on the source's first axis, or None, and rows behind that."""
+        if not self.stacked:
+            return expert, rows
+        first = (expert or 0) * self.matrix[0]
+        return None, slice(first + rows.start, first + rows.stop)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts whose matrices the source tensor itself holds; 0 where it is one matrix."""
+        return self.stacked or (self.shape[0] if len(self.shape) == 3 else 0)
+
     @property
     def holds_experts(self) -> bool:
-        """Whether the source tensor itself has the experts' axis."""
-        return len(self.shape) == 3
+        """Whether the source tensor itself holds the matrices of all experts."""
+        return self.experts > 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +129,15 @@ class WrittenTensor:
     def group(self) -> tuple[str, int | None]:
         """What is made together from one pass over the source: tensors of a group lie in one shard."""
         return self.weight, self.tp_rank
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the block of two weights computes with them, where that is not ``silu(gate) * up`` without biases."""
+
+    gate: dict[str, Any]  # Numbers of its gate that are not those of ``silu(gate) * up``, by their names
+    biases: tuple[str, ...] = ()
+    """Source tensors of biases, copied as they are: of each projection before the product, then down's; "" for none."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +173,7 @@ class Manifest:
     """Modules that stay in their source form, by name. None in a manifest of a version that did not say."""
     source_format: SourceFormat | None = None
     """How a quantized source stored its tensors; `weights` are then made of their bf16 values."""
+    networks: dict[str, Network] = field(default_factory=dict)  # By module; empty before format version 6
 
     @property
     def encodings(self) -> dict[str, Encoding]:
@@ -250,8 +283,9 @@ def load_manifest(directory: Path) -> Manifest:
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 5 had no permuted words, version 4 no quantized or interleaved sources. Version 3 did not say what was left.
-    Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in kernel layout.
+    Version 5 recorded no gates and had no permuted words. Version 4 had no quantized or interleaved sources. Version 3
+    did not say what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales
+    packed in kernel layout.
     """
     if version < 3:
         for entry in content["tensors"]:
@@ -287,7 +321,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
         if not (known and all(map(is_natural, numbers))):
             yield f"tensor {tensor.name!r} with {(tensor.weight, *words)} and {numbers}"
     for piece in manifest.pieces:
-        if not (is_natural(piece.start) and is_natural(piece.expert or 0)):
+        if not all(map(is_natural, (piece.start, piece.expert or 0, piece.stacked))):
             yield f"source tensor {piece.source!r} at row {piece.start} of expert {piece.expert}"
     sources = {piece.source for piece in manifest.pieces}
     yield from _format_faults(manifest)
@@ -296,6 +330,10 @@ def _faults(manifest: Manifest) -> Iterator[str]:
             yield "counts of rounded or kept values of no source tensor"
     if not all(map(is_natural, manifest.source_files.values())):
         yield "source files with sizes that are none"
+    for module, network in manifest.networks.items():
+        numbers_or_words = all(isinstance(value, (int, float, str)) for value in network.gate.values())
+        if not (numbers_or_words and {*network.biases} - {""} <= manifest.weights.keys()):
+            yield f"module {module!r} with gate {network.gate} and biases {network.biases}"
     for name, left in (manifest.left or {}).items():
         if not (is_name(name) and is_natural(left.tensors) and is_natural(left.nbytes)):
             yield f"module {name!r} with {left.tensors} tensors of {left.nbytes} bytes"

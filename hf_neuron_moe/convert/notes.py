@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_neuron_moe.convert.manifest import LeftModule, Manifest, grouped_names
-from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, printable
+from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, pattern_of, printable
 
 Left = Mapping[str, LeftModule]
 
@@ -44,8 +44,9 @@ def left_notes(left: Left | None) -> list[str]:
 def check_nothing_left(left: Left) -> None:
     """Refuse a conversion that would leave modules in their source form, for ``strict``."""
     if left:
-        expected, got = "one that the kernels can compute, with strict", "; ".join(left_notes(left))
-        fix = "Leave --strict out to copy what these modules hold as it is."
+        expected, got = "one that convert takes, with strict", "; ".join(left_notes(left))
+        globs = " ".join(f"--keep-bf16 {glob!r}" for glob in sorted(set(map(pattern_of, left))))
+        fix = f"Leave --strict out to copy what these modules hold as it is, or, in an MX conversion, add {globs}."
         raise ConversionError.about("every MLP and experts module", expected, got, fix)
 
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
-from hf_neuron_moe.convert.io.encoded import codes_kept
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
-from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped, grouped_names
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
+from hf_neuron_moe.convert.manifest import LeftModule, Network, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
+from hf_neuron_moe.errors import ConversionError, pattern_of, public
+from hf_neuron_moe.patching.discovery import EXPERTS, Candidate, DenseRoles, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.precision_map import PrecisionMap
 
@@ -36,6 +38,8 @@ class ConversionPlan:
     copied: dict[str, SourceTensor]  # Tensors copied unchanged, by name
     tensors: tuple[WrittenTensor, ...]  # Every tensor to write, with its shard; no checksums yet
     left: dict[str, LeftModule]  # Modules that stay in their source form although they look like MLPs or experts
+    networks: dict[str, Network]  # What the converted modules compute, where that is not a SwiGLU without biases
+    allowed: frozenset[str] = frozenset()  # Names in `left` that strict allows: without a gate, or bf16 by a glob
 
     def source_files(self, weight: str) -> set[str]:
         """The files that a weight, or a copied tensor, is read from."""
@@ -86,22 +90,31 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     source, assignments = assign_values(model, source)
     candidates = [_convertible(candidate) for candidate in discover(model)]
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
-    weights = {
-        weight.name: weight
-        for candidate in candidates
-        if candidate.reason is None
-        for weight in _with_codes(_weights_of(candidate, assignments, model), source)
-    }
+    taken = [candidate for candidate in candidates if candidate.reason is None]
+    _check_mx(options, taken)
+    found = [_with_codes(_weights_of(each, assignments, model), source) for each in taken]
+    weights = {weight.name: weight for group in found for weight in group}
     if not weights:
         reasons = _reasons(refused)
-        expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
+        expected = "a model with MLPs or experts that patch_model takes"
         fix = "`hf-neuron-moe plan` lists every candidate with its reason."
         raise ConversionError.about(str(directory), expected, f"none ({reasons})" if reasons else "none", fix)
     _check_precisions(options, candidates, weights)
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     left = _left(refused, assignments, copied)
-    return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), left)
+    allowed = frozenset(c.name for c in candidates if c.name in left and (not c.gated or _is_kept(c.name, options)))
+    networks = {each.name: network for each in taken if (network := _network(each, assignments)) is not None}
+    tensors = _lay_out(weights, copied, options)
+    return ConversionPlan(source, options, weights, copied, tensors, left, networks, allowed)
+
+
+def _is_kept(module: str, options: ConvertOptions) -> bool:
+    """Whether a glob of the caller's names the module as one that stays bf16."""
+    precision = options.precision
+    return isinstance(precision, PrecisionMap) and any(
+        fnmatchcase(module, glob) and precision[glob] == "bf16" for glob in precision.globs
+    )
 
 
 def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weights: dict[str, FusedWeight]) -> None:
@@ -122,20 +135,17 @@ def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weig
         raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
 
 
-def _as_convertible_mlp(candidate: Candidate) -> Candidate:
-    """Refuse a dense MLP that can be patched but whose weights have no converted layout."""
-    roles = candidate.roles
-    if roles is None or roles.is_plain:
-        return candidate
-    parts = {
-        "biases": roles.biased,
-        "up rows in front of gate rows": not roles.gate_first,
-        "layers in classes of their own": roles.roots != roles.linears,
-        "layers in front of it": roles.before,
-        "dropout after it": roles.after,
-    }
-    has = [f"the gate {candidate.gate.title}", *(part for part, there in parts.items() if there)]
-    return replace(candidate, reason=f"no converted layout is known for an MLP with {' and '.join(has)}")
+def _check_mx(options: ConvertOptions, candidates: list[Candidate]) -> None:
+    """Refuse MX for blocks whose weights could not be loaded as codes, before anything is written."""
+    reasons = {}
+    for each in candidates:
+        reason, precision = no_codes(each), options.of(f"{_prefix(each.name)}weight").precision
+        if reason is not None and (precision == "mxfp8" or (precision == "mxfp4" and each.kind == EXPERTS)):
+            reasons[each.name] = reason
+    if reasons:
+        globs = " ".join(f"--keep-bf16 {glob!r}" for glob in sorted(set(map(pattern_of, reasons))))
+        got, fix = _reasons(reasons), f"Use --precision bf16, or {globs}."
+        raise ConversionError.about("precision", "bf16 for blocks that are not computed with MX codes", got, fix)
 
 
 def _reasons(refused: dict[str, str]) -> str:
@@ -158,18 +168,46 @@ def _left(
 
 
 def _convertible(candidate: Candidate) -> Candidate:
-    """The candidate, refused where its converted weights could not be loaded."""
-    form = candidate.form
-    if candidate.reason is not None:
+    """The candidate, refused where gate and up rows of the source alternate in a way that no piece describes."""
+    roles, form = candidate.roles, candidate.form
+    alternate = form is not None and form.interleaved and not form.transposed
+    alternate = alternate or (roles is not None and roles.interleaved)
+    if candidate.reason is not None or not alternate:
         return candidate
-    if form is None:
-        return _as_convertible_mlp(candidate)
-    reason = None
-    if not form.routed:
-        reason = "its class is not decorated with transformers' use_experts_implementation, which convert asks for"
-    elif form.post_norm is not None or not form.gate.gated:
-        reason = "convert has no layout for experts without a gate or with a norm after them"
-    return candidate if reason is None else replace(candidate, reason=reason)
+    return replace(candidate, reason="no converted layout is known for alternating rows of gate and up")
+
+
+def no_codes(candidate: Candidate) -> str | None:
+    """Why a module that can be patched cannot be loaded with MX codes; None where it can."""
+    form, roles = candidate.form, candidate.roles
+    has: dict[str, object] = {}
+    if form is not None:
+        has = {
+            "without a gate projection": not form.gate.gated,
+        }
+    elif roles is not None:
+        has = {
+            "with biases": roles.biased,
+            "with layers in classes of their own": roles.roots != roles.linears,
+            "with layers in front of it": roles.before,
+            "with dropout after it": roles.after,
+        }
+    found = [what for what, there in has.items() if there]
+    return f"{'experts' if roles is None else 'an MLP'} {' and '.join(found)}" if found else None
+
+
+def _network(candidate: Candidate, assignments: dict[str, Assignment]) -> Network | None:
+    """What a module computes with its weights; None for a SwiGLU without biases."""
+    gate, parts = candidate.gate, candidate.roles or candidate.form
+    changed = {name: value for name, value in gate._asdict().items() if value != gate._field_defaults[name]}
+    names: list[str] = []
+    if isinstance(parts, DenseRoles):
+        names = [f"{name}.bias" if name in parts.biased else "" for name in parts.linears]
+    elif parts is not None and parts.biased:
+        names = [f"{parts.gate_up}_bias", f"{parts.down}_bias"]
+    found = [assignments.get(_prefix(candidate.name) + name) if name else None for name in names]
+    biases = tuple("" if each is None or each.converter else each.sources[""][0].name for each in found)
+    return Network(changed, biases if any(biases) else ()) if changed or any(biases) else None
 
 
 def _prefix(module: str) -> str:
@@ -178,30 +216,34 @@ def _prefix(module: str) -> str:
 
 
 def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model: PreTrainedModel) -> list[FusedWeight]:
-    """The fused gate_up and down weights of one module that the kernels can compute."""
-    prefix = _prefix(candidate.name)
-    if candidate.kind == MLP:
-        assert candidate.roles is not None
-        inputs = [f"{prefix}{name}.weight" for name in candidate.roles.inputs]
-        down = [f"{prefix}{candidate.roles.down}.weight"]
-        members, suffix, transposed = {"gate_up_proj": inputs, "down_proj": down}, ".weight", False
+    """The fused gate_up and down weights of one module that can be patched; of one without a gate, up and down."""
+    prefix, roles, form = _prefix(candidate.name), candidate.roles, candidate.form
+    first = "gate_up_proj" if candidate.gate.gated else "up_proj"
+    # Of one parameter: how its matrices lie.
+    form_of: dict[str, Any] = {"up_first": roles is not None and roles.up_first}
+    if roles is not None:
+        suffix, members = ".weight", {first: [f"{name}.weight" for name in roles.inputs]}
+        members["down_proj"] = [f"{roles.down}.weight"]
     else:
-        members = {name: [prefix + name] for name in ("gate_up_proj", "down_proj")}
-        suffix, transposed = "", bool(candidate.module.is_transposed)
-    interleaved = candidate.kind == EXPERTS and not getattr(candidate.module, "is_concatenated", True)
+        assert form is not None, "a module that can be patched has roles or a form"
+        suffix, members = "", {first: list(form.inputs), "down_proj": [form.down]}
+        form_of = {"transposed": form.transposed, "interleaved": form.interleaved}
+        if form.stacked:
+            form_of = {"stacked": candidate.sizes[0]}
     weights = []
     for role, names in members.items():
+        if role == "down_proj":
+            form_of = {**form_of, "interleaved": False, "up_first": False}
+            form_of["transposed"] = form is not None and (form.transposed or form.stacked)
         pieces: list[Piece] = []
-        start = 0  # the parameter's first row in the fused weight
         for name in names:
-            shape = tuple(model.get_parameter(name).shape)
-            pieces += _pieces(name, assignments.get(name), shape, start, transposed)
-            start += shape[-1 if transposed else -2]
-        if interleaved and role == "gate_up_proj":
-            pieces = [replace(piece, interleaved=True) for piece in pieces]
-        contraction = shape[-2 if transposed else -1]
+            start = pieces[-1].rows.stop if pieces else 0  # the parameter's first row in the fused weight
+            shape = tuple(model.get_parameter(prefix + name).shape)
+            pieces += _pieces(prefix + name, assignments.get(prefix + name), shape, start, form_of)
+        experts = () if roles is not None else (candidate.sizes[0] if form is not None and form.stacked else shape[0],)
+        rows, columns = pieces[-1].rows.stop, pieces[-1].matrix[0 if pieces[-1].transposed else 1]
+        weight = FusedWeight(prefix + role + suffix, (*experts, rows, columns), tuple(pieces))
         dtypes = sorted({piece.dtype for piece in pieces})
-        weight = FusedWeight(prefix + role + suffix, (*shape[:-2], start, contraction), tuple(pieces))
         if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
             expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
             fix = "Convert the original, unquantized checkpoint."
@@ -212,12 +254,12 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
 
 def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint) -> list[FusedWeight]:
     """Note whether the words of one module's weights can be the source's codes: of all of them, as they share I."""
-    codes = codes_kept([piece.source for weight in weights for piece in weight.pieces], source.encodings)
+    codes = codes_kept([piece for weight in weights for piece in weight.pieces], source.encodings)
     return [replace(weight, codes=codes) for weight in weights]
 
 
 def _pieces(
-    name: str, assignment: Assignment | None, shape: tuple[int, ...], start: int, transposed: bool
+    name: str, assignment: Assignment | None, shape: tuple[int, ...], start: int, form_of: Mapping[str, Any]
 ) -> list[Piece]:
     """Pieces of one in-memory parameter; `start` is its first row in the fused weight."""
     if assignment is None:
@@ -226,9 +268,11 @@ def _pieces(
         raise ConversionError.about(f"parameter {name}", "stored in the checkpoint under a name of its own", got, fix)
     if assignment.converter is None:
         (tensor,) = assignment.sources[""]
-        return [_piece(tensor, shape, None, start, transposed)]
+        return [_piece(tensor, shape, start=start, **form_of)]
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
-    if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) or len(shape) != 3 or transposed:
+    merged = kinds[:1] == [(MergeModulelist, 0)]
+    known = kinds[merged:] in ([], [(Concatenate, 1)]) and len(shape) == 3 and kinds
+    if not known or any(form_of.values()):
         expected = "the parameter itself, or one matrix per expert and projection"
         got = " then ".join(kind.__name__ for kind, _ in kinds)
         fix = "Load the model and save it with save_original_format=False; that form can be converted."
@@ -238,12 +282,13 @@ def _pieces(
     pieces = []
     for pattern in assignment.converter.source_patterns:
         tensors = assignment.sources.get(pattern, [])
-        experts = [_expert_index(tensor.name, pattern, name) for tensor in tensors]
-        if experts != list(range(E)):
-            expected = f"one tensor for each of experts 0 to {E - 1}"
+        experts = [_expert_index(tensor.name, pattern, name) for tensor in tensors] if merged else [None] * len(tensors)
+        if experts != (list(range(E)) if merged else [None]):
+            expected = f"one tensor for each of experts 0 to {E - 1}" if merged else "one tensor"
             fix = "Check that config.json belongs to these weights and that no shard is missing."
             raise ConversionError.about(f"experts of {name} ({pattern})", expected, experts, fix)
-        pieces += [_piece(tensor, (rows, K), expert, start) for expert, tensor in enumerate(tensors)]
+        matrix = (rows, K) if merged else (E, rows, K)
+        pieces += [_piece(tensor, matrix, expert=expert, start=start) for expert, tensor in zip(experts, tensors)]
         start += rows
     return pieces
 
@@ -259,16 +304,14 @@ def _expert_index(name: str, pattern: str, target: str) -> int:
     return int(found.group(1))
 
 
-def _piece(
-    tensor: SourceTensor, shape: tuple[int, ...], expert: int | None, start: int, transposed: bool = False
-) -> Piece:
+def _piece(tensor: SourceTensor, shape: tuple[int, ...], **place: Any) -> Piece:
     if tensor.shape != shape:
         expected, fix = (
             f"of shape {list(shape)}, as config.json says",
             "Check that config.json belongs to these weights.",
         )
         raise ConversionError.about(f"{tensor.file}: {tensor.name}", expected, list(tensor.shape), fix)
-    return Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, expert, start, transposed)
+    return Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, **place)
 
 
 def _lay_out(

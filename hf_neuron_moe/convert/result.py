@@ -93,6 +93,7 @@ def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes | Pa
         left=dict(plan.left),
         source_index=_index_metadata(source),
         source_format=source.format,
+        networks=dict(plan.networks),
     )
     return files, manifest
 

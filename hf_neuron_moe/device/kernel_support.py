@@ -22,9 +22,9 @@ from hf_neuron_moe.backends.neuron.quantized_experts import NO_BACKWARD, kernel_
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
 from hf_neuron_moe.device.installed import CheckedAdapter
-from hf_neuron_moe.modules.block import stock_slot
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.discovery import discover
+from hf_neuron_moe.patching.planning import block_shape
 
 DOCUMENTED_SDK = "2.33"
 DOCUMENTED_LNC = 2
@@ -54,7 +54,10 @@ class BlockGroup:
     reason: str | None  # why patch_model leaves them alone on any backend; None where it patches them
     gated: bool = True  # False for blocks without a gate, which stay stock and which --strict does not count
     codes: bool = False  # whether their weights are MX codes of a conversion
-    ordered: bool = False  # stock weights in the kernels' order: gate and up in one, or ``[E, H, 2I]``, ``[E, I, H]``
+    ordered: tuple[bool, bool] = (True, False)
+    """Whether weights are in the kernels' order, gate and up in one, or ``[E, H, 2I]``, ``[E, I, H]``. First in kernel
+    layout, where a fused layer keeps its own order of rows, then in stock layout."""
+    biased: tuple[bool, bool] = (False, False)  # whether gate or up, and whether down has a bias
     dtype: torch.dtype = torch.bfloat16  # of the parameters
     gate: Gate = SWIGLU
     stack: MXExpertStack | None = field(default=None, compare=False, repr=False)
@@ -64,7 +67,7 @@ class BlockGroup:
         """Return the block as its kernels see it; the sizes are known."""
         assert self.hidden is not None and self.inner is not None, "blocks without a reason have sizes"
         size = block_size if self.kind == "experts" else ONE_EXPERT_BLOCK
-        return Block(self.kind, precision, self.hidden, self.inner, size, self.gate)
+        return Block(self.kind, precision, self.hidden, self.inner, size, self.gate, self.biased)
 
     @property
     def label(self) -> str:
@@ -127,9 +130,9 @@ def block_groups(model: nn.Module) -> list[BlockGroup]:
     for found in discover(model):
         group = BlockGroup(found.kind, (), found.sizes[0], found.top_k, *found.sizes[1:], found.reason, found.gated)
         if found.reason is None:
-            ordered = len(found.roles.inputs) == 1 if found.roles is not None else bool(found.module.is_transposed)
-            weight = getattr(*stock_slot(found.module, found.rules[0].stock[0]))
-            group = replace(group, ordered=ordered, dtype=weight.dtype, gate=found.gate)
+            kernel, stock = (block_shape(found, layout) for layout in ("kernel", "stock"))
+            ordered = (kernel.ordered, stock.ordered)
+            group = replace(group, ordered=ordered, biased=stock.biased, dtype=stock.dtype, gate=found.gate)
         groups.setdefault((group, None), []).append(found.name)
     for name, block in model.named_modules():
         if isinstance(block, QuantizedBlock):

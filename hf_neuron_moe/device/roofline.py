@@ -269,5 +269,5 @@ def _group_floor(
         least,
         choices=tuple(floor(group.block(precision, size)) for size in sizes),
         discarded_seconds=trained.seconds - least.seconds,
-        copy_bytes={home: copies(home == "kernel" or group.ordered, group.dtype) for home in WEIGHT_LAYOUTS},
+        copy_bytes={home: copies(there, group.dtype) for home, there in zip(WEIGHT_LAYOUTS, group.ordered)},
     )

@@ -5,6 +5,7 @@ T tokens, K experts per token, E experts on this rank, H hidden size, I intermed
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,11 +21,11 @@ from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SORTED, STACKED
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
-from hf_neuron_moe.modules.saved_bytes import SavedBlock
+from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_beside
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
 from hf_neuron_moe.precision_map import PrecisionMap
 
@@ -39,9 +40,7 @@ class ExpertsBlock(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        config, (E, H, I) = self.neuron_config, self.neuron_form.sizes(self)  # noqa: E741
-        sizes, gate = (H, I, self.neuron_top_k or 0, config.backend), self.neuron_form.gate
-        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=gate)
+        return experts_shape(self, self.neuron_form, self.neuron_config, self.neuron_top_k or 0)
 
     def _run(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
         """Check what may have changed since patching, and compute."""
@@ -67,12 +66,38 @@ class NeuronExperts(ExpertsBlock):
         return self._run(hidden_states, top_k_index, top_k_weights)
 
 
+class SharedExperts(ExpertsBlock):
+    """Experts that all compute every token, with a weight for each."""
+
+    def forward(self, hidden_states: Tensor, gammas: Tensor) -> Tensor:
+        """Return the sum of all experts of `hidden_states` ``[..., H]``, weighted by `gammas` ``[..., E]``."""
+        return self._run(hidden_states, gammas)
+
+
 class SelfRoutedExperts(ExpertsBlock):
     """Experts that get hidden states only: with a router of their own, or sorted by expert."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return what the original's call does, in the shape of `hidden_states` ``[..., H]``."""
         return self._run(hidden_states)
+
+
+def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig, top_k: int) -> SavedBlock:
+    """Return what the saved bytes of experts depend on; `top_k` is 0 where it is not known."""
+    E, H, I = form.sizes(module)  # noqa: E741
+    rows, beside = None, 0.0
+    if form.call == BY_EXPERT:
+        # On other devices than CPUs and GPUs every token is a row of every expert; there the chosen rows are looked up.
+        rows = E if config.backend == "neuron" else top_k
+        beside = 0.0 if config.backend == "neuron" else torch.int64.itemsize
+    elif form.post_norm is not None:
+        dtype = parameter_of(module, form.down).dtype
+        norm, rows = copy.deepcopy(getattr(module, form.post_norm)).to("meta"), top_k
+        weight = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
+        beside = saved_beside(lambda y_RH: norm(y_RH) * weight, H, dtype) + torch.float32.itemsize  # of its own weight
+    sizes = (H, I, top_k, config.backend)
+    shape = SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=form.gate)
+    return replace(shape, rows=rows, beside=beside)
 
 
 def compute_experts(
@@ -87,6 +112,8 @@ def compute_experts(
     gate_up, down, *biases = (parameter_of(module, name) for name in _operands(form))
     if form.call == STACKED:
         gate_up, down = _of_stacked(module, form)
+    if form.call == SHARED:
+        gate_up = torch.cat([gate_up, parameter_of(module, form.inputs[1])], dim=1)
     if form.call == IDENTITY:
         gate_up = gate_up[: len(down)]  # experts that return their input have rows too, which nothing reads
     if form.biased and form.bias_interleaved and not form.interleaved:
@@ -111,14 +138,23 @@ def compute_experts(
             biases=(biases[0], biases[1]) if form.biased else (None, None),
         )
 
+    return called(module, form, operator, len(down), inputs)
+
+
+def called(
+    module: Any, form: ExpertsForm, operator: experts_calls.Operator, experts: int, inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """Return what the call of a `module` of this `form` returns, from the operator of its `experts`."""
     if form.call == STACKED:
         return experts_calls.stacked(operator, *inputs)
+    if form.call == SHARED:
+        return experts_calls.shared(operator, experts, *inputs)
     if form.call == IDENTITY:
-        return experts_calls.identity(operator, len(down), *inputs)
+        return experts_calls.identity(operator, experts, *inputs)
     if form.call == BY_EXPERT:
-        return experts_calls.by_expert(operator, len(down), *inputs)
+        return experts_calls.by_expert(operator, experts, *inputs)
     if form.call == SORTED:
-        return experts_calls.in_expert_order(operator, module.router, module.bias, len(down), *inputs)
+        return experts_calls.in_expert_order(operator, module.router, module.bias, experts, *inputs)
     norm = None if form.post_norm is None else getattr(module, form.post_norm)
     return experts_calls.routed(operator, norm, *inputs)
 

@@ -12,6 +12,7 @@ stacked        hidden ``[B, S, H]``, ids and weights        the same, of weights
 by_expert      ``[E T, H]``, an equal part for each expert  each row by its expert; rows of zeros stay zero
 sorted         hidden ``[B, S, H]``                         the routed sum plus a bias; the router is a child
                                                             that returns the pairs in the experts' order
+shared         hidden ``[..., H]``, weights ``[..., E]``    the weighted sum of all experts
 =============  ===========================================  =====================================================
 """
 
@@ -34,12 +35,16 @@ Operator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``sum_k weight_k * expert_k(x)`` of hidden ``[T, H]``, ids and weights ``[T, K]``."""
 
 ROUTED, IDENTITY, STACKED, BY_EXPERT, SORTED = "routed", "identity", "stacked", "by_expert", "sorted"
+SHARED = "shared"
 
 _FORWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "02d841dd901211cb": (ROUTED, ()),
+    "6709c61ff62bca2e": (ROUTED, ()),  # transformers 5.17
     "3d30412f6170a5e0": (IDENTITY, ()),
     "dda2e848f0eb8b57": (BY_EXPERT, ()),
+    "7ae5981f12aa857a": (SHARED, ()),
     "b1c0d681c50eeffd": (STACKED, ("mlp",)),
+    "2f11e29b4ce47d13": (STACKED, ("mlp",)),  # transformers 5.17
     "9247aa2f8c800251": (SORTED, ("input_linear", "output_linear", "router")),
 }
 """By the digest of the forwards of a module and of some of its children: the call, and which children these are."""
@@ -99,6 +104,13 @@ def stacked(operator: Operator, x_BSH: Tensor, ids_TK: Tensor, weight_TK: Tensor
     return operator(x_BSH.reshape(-1, H), ids_TK, weight_TK).view(x_BSH.shape[0], -1, H)
 
 
+def shared(operator: Operator, experts: int, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the weighted sum of all experts, in the shape of `x`: every token is sent to each of them."""
+    x_TH = x.reshape(-1, x.shape[-1])
+    ids_TE = torch.arange(experts, device=x.device).repeat(len(x_TH), 1)
+    return operator(x_TH, ids_TE, weight.reshape(-1, experts)).view(x.shape)
+
+
 def by_expert(operator: Operator, experts: int, x_RH: Tensor) -> Tensor:
     """Return each row's result of its expert; rows of zeros, which no token chose, are left out: their result is zero.
 
@@ -113,7 +125,7 @@ def by_expert(operator: Operator, experts: int, x_RH: Tensor) -> Tensor:
         return operator(x_RH, ids_R1.masked_fill(~used_R1, experts), ones_R1)
     rows = used_R1.squeeze(1).nonzero().squeeze(1)
     y_RH = operator(x_RH[rows], ids_R1[rows], ones_R1[rows])
-    return y_RH.new_zeros(x_RH.shape).index_copy(0, rows, y_RH)
+    return y_RH.new_zeros(x_RH.shape).index_put((rows,), y_RH)  # index_copy would save y for its backward
 
 
 def in_expert_order(

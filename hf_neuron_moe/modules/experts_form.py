@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import UnsupportedModelError
-from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SORTED, STACKED, known_call
+from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.gate_source import GateSource, read_gate
 from hf_neuron_moe.modules.state_dict import WeightRule
@@ -64,6 +64,11 @@ class ExpertsForm:
         return self.call == ROUTED
 
     @property
+    def stacked(self) -> bool:
+        """Whether the experts' matrices lie below one another in parameters of two axes."""
+        return self.call == STACKED
+
+    @property
     def plain(self) -> bool:
         """Whether the operator alone computes it, from ids and weights, without biases or anything after it."""
         return self.routed and not self.biased and self.post_norm is None
@@ -71,6 +76,8 @@ class ExpertsForm:
     @property
     def stock_only(self) -> str | None:
         """Why the parameters cannot have the kernel layout; None where they can."""
+        if self.call == SHARED:
+            return "its gate and up are parameters of their own"
         return "its weights are parameters of its children" if self.call in (STACKED, SORTED) else None
 
     @property
@@ -167,6 +174,10 @@ def _read_undecorated(module: Any) -> ExpertsForm:
     elif call == SORTED:
         form = _form(_gate_of_child(module, "activation"), call=call)
         form = replace(form, inputs=("input_linear.weight",), down="output_linear.weight")
+    elif call == SHARED:
+        constants = (("n_shared_experts", module.n_shared_experts),)
+        form = _form(_gate_of_child(module, "act_fn")._replace(constants=constants), call=call)
+        form = replace(form, inputs=("gate_proj", "up_proj"))
     elif call == IDENTITY:
         constants = (("num_routed_experts", module.num_routed_experts), ("identity_expert", nn.Identity))
         form = _form(_gate_of_child(module, "act_fn")._replace(constants=constants), call=call)
@@ -226,6 +237,8 @@ def _check_shapes(module: nn.Module, form: ExpertsForm) -> None:
     count = getattr(module, "total_experts", E) if form.call == IDENTITY else E
     if form.call == STACKED:
         expected: dict[str, tuple[int, ...]] = dict.fromkeys(form.parameters, (E * I, H))
+    elif form.call == SHARED:
+        expected = dict.fromkeys(form.inputs, (E, I, H))
     else:
         expected = {form.gate_up: (count, H, columns) if form.transposed else (count, columns, H)}
     if form.biased:

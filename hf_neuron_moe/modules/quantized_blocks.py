@@ -7,6 +7,8 @@ Adapters go on other modules, or around the whole block. H hidden size, I interm
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from hf_neuron_moe.formats.moe_mx import TILE, from_groups, to_groups
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.experts import called
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, read_experts
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
@@ -166,15 +170,41 @@ class QuantizedProjection(nn.Module):
 
 
 class QuantizedExperts(QuantizedBlock):
-    """Experts behind transformers' experts call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
+    """Experts behind their stock call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, ``[T, H]`` in the dtype of `hidden_states`.
+    neuron_form: ExpertsForm
 
-        `hidden_states` are ``[T, H]``; `top_k_index` ``[T, K]`` integer expert ids, of which those of E and above add
-        nothing; `top_k_weights` ``[T, K]``.
+    def __init__(self, original: nn.Module, *arguments: Any) -> None:
+        super().__init__(original, *arguments)
+        for name in self.neuron_form.parameters:  # of children, whose code expects them
+            self._modules.pop(name.partition(".")[0], None)
+
+    @property
+    def neuron_shape(self) -> SavedBlock:
+        form, shape = self.neuron_form, super().neuron_shape
+        by_pair = form.call == BY_EXPERT or form.post_norm is not None
+        return replace(shape, rows=shape.top_k or 0) if by_pair else shape
+
+    @property
+    def neuron_stack(self) -> MXExpertStack:
+        stack = super().neuron_stack
+        if self.neuron_form.call != IDENTITY:
+            return stack
+        count = len(stack.down_codes)  # experts that return their input have rows too, which nothing reads
+        codes, scales = stack.gate_up_codes[:count], stack.gate_up_scales[:count]
+        return replace(stack, gate_up_codes=codes, gate_up_scales=scales)
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return what the original's call does, in the shape and dtype of `hidden_states`.
+
+        `top_k_index` ``[T, K]`` are integer expert ids, of which those of E and above add nothing, and `top_k_weights`
+        ``[T, K]``; both are None where the original takes hidden states only.
         """
-        return self._compute(hidden_states, top_k_index, top_k_weights)
+        routing = () if top_k_index is None or top_k_weights is None else (top_k_index, top_k_weights)
+        count = len(self.get_buffer(DOWN))
+        return called(self, self.neuron_form, self._compute, count, (hidden_states, *routing))
 
 
 class QuantizedSwiGLUMLP(QuantizedBlock):

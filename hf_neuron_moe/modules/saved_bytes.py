@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
 from hf_neuron_moe.backends import get_backend
@@ -43,6 +45,8 @@ class SavedBlock:
     experts: int | None = None  # E; None for a dense MLP
     block_size: int = _TILE  # tokens per block, read for experts
     gate: Gate = SWIGLU
+    rows: int | None = None  # rows per token that the operator gets, where each pair of token and expert is one
+    beside: float = 0.0  # bytes that each of these rows saves next to the operator
 
     @property
     def kernels(self) -> Any:
@@ -82,8 +86,10 @@ def _line(backend: Any, shape: SavedBlock, keep: str) -> tuple[float, float]:
 
 def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     """Return the bytes that the operator saves of a call with so many tokens; `shape` knows K."""
-    x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
     kept, backend, K = parse_keep(keep), shape.kernels, shape.top_k
+    if shape.rows is not None:
+        tokens, K = tokens * shape.rows, 1
+    x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
     if shape.quantized:
         tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
     else:
@@ -91,7 +97,8 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
         tensors = [*backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size, gate=shape.gate), kept)]
     if kept.keeps_input_quantized if shape.quantized else kept.keeps_input:
         tensors.append(x)
-    return sum(tensor.nbytes for tensor in tensors) + (K or 0) * ROUTING_BYTES * tokens
+    routing = (K or 0) * ROUTING_BYTES * tokens
+    return sum(tensor.nbytes for tensor in tensors) + routing + round(shape.beside * tokens)
 
 
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:
@@ -102,8 +109,26 @@ def recomputed_flops(shape: SavedBlock, keep: str) -> int:
     if not shape.gate.gated:  # up is kept whole, the activation never
         columns = 0 if "up" in kept.names else inner
         decoding = inner if kept.fp8 else 0
-        return (2 * shape.hidden * columns + _SILU_FLOPS * inner + decoding) * (shape.top_k or 1)
+        return (2 * shape.hidden * columns + _SILU_FLOPS * inner + decoding) * (shape.rows or shape.top_k or 1)
     elementwise = 0 if "gate_act" in kept.names else _SILU_FLOPS * inner
     elementwise += 0 if "intermediate" in kept.names else inner
     decoding = 2 * inner if kept.fp8 else 0
-    return (2 * shape.hidden * columns + elementwise + decoding) * (shape.top_k or 1)
+    return (2 * shape.hidden * columns + elementwise + decoding) * (shape.rows or shape.top_k or 1)
+
+
+def saved_beside(function: Callable[[Tensor], Tensor], hidden: int, dtype: torch.dtype) -> float:
+    """Return the bytes that autograd saves per row of ``[R, H]`` through `function`, whose modules are on meta."""
+    sizes = []
+    for rows in (2, 4):
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage  # alive, so that no other one gets its address
+            return tensor
+
+        x = torch.empty((rows, hidden), dtype=dtype, device="meta", requires_grad=True)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            function(x)
+        sizes.append(sum(storage.nbytes() for storage in kept.values()))
+    return (sizes[1] - sizes[0]) / 2

@@ -15,8 +15,14 @@ from hf_neuron_moe.backends.spec import Support
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
-from hf_neuron_moe.modules.experts import ExpertsBlock, KernelLayoutExperts, NeuronExperts, SelfRoutedExperts
-from hf_neuron_moe.modules.experts_calls import BY_EXPERT, SORTED
+from hf_neuron_moe.modules.experts import (
+    ExpertsBlock,
+    KernelLayoutExperts,
+    NeuronExperts,
+    SelfRoutedExperts,
+    SharedExperts,
+)
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, SHARED, SORTED
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching import checkpoint_names, model_methods, optimizer_layout
 from hf_neuron_moe.patching.discovery import Candidate
@@ -81,6 +87,7 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
             put_in(model, swap, slots)
             release_layout(swap.replacement, swap.original)
             state.swaps.append(swap)
+        undo.callback(checkpoint_names.remember, checkpoint_names.forget_decoding(model))
         undo.callback(checkpoint_names.remove, state.resumable)
         checkpoint_names.install(model, state.resumable)
         undo.callback(model_methods.uncover, state.covered)
@@ -106,6 +113,8 @@ def build(item: PlanItem) -> Swap:
         experts: type[ExpertsBlock] = KernelLayoutExperts if kernel else NeuronExperts
         if candidate.form.call in (BY_EXPERT, SORTED):
             experts = SelfRoutedExperts
+        elif candidate.form.call == SHARED:
+            experts = SharedExperts
         replacement = experts(candidate.module, candidate.name, config)
         replacement.neuron_top_k = candidate.top_k
     return Swap(candidate.name, candidate.module, replacement)

@@ -187,6 +187,27 @@ def _problems(
     return problems
 
 
+def forget_decoding(model: nn.Module) -> list[tuple[nn.Module, list[Any]]]:
+    """Drop the conversions with which transformers decoded a quantized checkpoint; :func:`remember` puts them back.
+
+    ``save_pretrained`` reverts the conversions of loading, and those that decode have no way back: transformers 5.23
+    writes gpt-oss's weights under the names of their codes, and fails for FP8 experts. Without them it saves under the
+    model's own on-disk names.
+    """
+    dropped = []
+    for module in _roots(model):
+        loaded = module.__dict__.get("_weight_conversions") or []
+        if any(hasattr(operation, "hf_quantizer") for each in loaded for operation in getattr(each, "operations", ())):
+            dropped.append((module, module.__dict__.pop("_weight_conversions")))
+    return dropped
+
+
+def remember(dropped: list[tuple[nn.Module, list[Any]]]) -> None:
+    """Undo :func:`forget_decoding`."""
+    for module, conversions in dropped:
+        module.__dict__["_weight_conversions"] = conversions
+
+
 def install(model: nn.Module, installed: list[nn.Module]) -> None:
     """Register the pre-hook on the outermost transformers models in `model` that lack it; `installed` gets these."""
     for module in _roots(model):

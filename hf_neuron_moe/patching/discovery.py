@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
-from hf_neuron_moe.modules.experts_calls import known_call
+from hf_neuron_moe.modules.experts_calls import SHARED, known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
@@ -42,7 +42,12 @@ from hf_neuron_moe.patching.source_values import NotSwiGLU
 
 MLP, EXPERTS = "mlp", "experts"
 
-_DENSE_NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
+_DENSE_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("wi_0", "wi_1", "wo"),
+)
 """Child or parameter names that make a module a candidate."""
 _DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
 _EXPERTS_SUFFIX = "Experts"
@@ -97,6 +102,9 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
     whole = (each.module for each in judged.values() if each.kind == EXPERTS and each.reason is None)
     parts = {id(part) for module in whole for child in module.children() for part in child.modules()}
     judged = {key: each for key, each in judged.items() if key not in parts}
+    for key, each in judged.items():
+        if each.form is not None and each.form.call == SHARED:
+            top_ks[key] = each.form.sizes(each.module)[0]
     return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
 
 
@@ -172,7 +180,8 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module))
     if kind == MLP and not base.gated:
-        row = "two projections in a row" if len(_matrices(module)) == 2 else "its forward multiplies no two branches"
+        none = "its forward multiplies no two branches before a projection"
+        row = "two projections in a row" if len(_matrices(module)) == 2 else none
         return replace(base, reason=f"it has no gate: {row}")
     if kind == EXPERTS:
         return _judge_experts(replace(base, sizes=_expert_sizes(module)))
@@ -224,6 +233,9 @@ def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
 
 def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Iterator[str]:  # noqa: E741
     rows = I if len(roles.inputs) == 2 else 2 * I
+    reads = {module.get_parameter(f"{name}.weight").shape[1] for name in roles.inputs}
+    if len(reads) == 1 and reads != {H}:
+        yield f"it maps {reads.pop()} features to {H}, and the operators return as many as they read"
     for name in roles.inputs:
         shape = tuple(module.get_parameter(f"{name}.weight").shape)
         if shape != (rows, H):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.experts import compute_experts
-from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, ROUTED, SORTED, STACKED
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, ROUTED, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm
 from hf_neuron_moe.patching.probe import OWN_FAILURES, SIZES, TOLERANCE, E, H, I, draw, stand_in
 
@@ -85,8 +85,9 @@ def _inputs(form: ExpertsForm, generator: torch.Generator, scale: float) -> tupl
         return (x,)
     if form.call == IDENTITY:
         ids_TK = ids_TK + (ids_TK == 0) * E  # the first expert's tokens go to one that returns its input
-    weight_TK = torch.rand(ids_TK.shape, generator=generator, device="cpu")  # they do not sum to 1
-    return x, ids_TK, weight_TK.requires_grad_()
+    shape_TK = (len(ids_TK), E if form.call == SHARED else ids_TK.shape[1])
+    weight_TK = torch.rand(shape_TK, generator=generator, dtype=torch.float32, device="cpu")  # sums are not 1
+    return (x, weight_TK.requires_grad_()) if form.call == SHARED else (x, ids_TK, weight_TK.requires_grad_())
 
 
 def _values(form: ExpertsForm, generator: torch.Generator) -> list[Tensor]:
@@ -101,6 +102,8 @@ def _values(form: ExpertsForm, generator: torch.Generator) -> list[Tensor]:
         return [part.transpose(1, 2).reshape(E * I, H) for part in gate_up.chunk(2, dim=2)] + [down.reshape(E * I, H)]
     if not form.transposed:
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    if form.call == SHARED:
+        return [*gate_up.chunk(2, dim=1), down]
     return [gate_up, bias, down, draw(generator, E, H)] if form.biased else [gate_up, down]
 
 

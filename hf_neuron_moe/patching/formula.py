@@ -136,7 +136,8 @@ class _Matcher:
             held = getattr(self.module, name, None) if isinstance(name, str) else name
             if not is_inert(held):
                 shown = f"{name} with p={getattr(held, 'p', held)}"
-                raise NotSwiGLU(f"it has dropout, which the kernels do not have before the last projection: {shown}")
+                missing = "it has dropout, which the kernels do not have before the last projection"
+                raise NotSwiGLU(f"{missing}: {shown}; set it to 0 before you patch")
             if isinstance(name, str):
                 self.inert.add(name)
         return value

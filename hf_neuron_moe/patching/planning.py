@@ -94,7 +94,7 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     precision = precision_of(config.precision, (candidate.name, *candidate.aliases))
     resolved = replace(config, precision=precision, backend=backend, weights=layout, activations="minimal")
     spec = BlockSpec(precision, config.block_size, gate=candidate.gate)
-    support = kernels.support(_shape(candidate, layout), spec)
+    support = kernels.support(block_shape(candidate, layout), spec)
     if config.fallback != "torch":
         return PlanItem(candidate, resolved, support._replace(most_tokens=None))
     if support.reason is not None:
@@ -112,7 +112,8 @@ def _device(candidate: Candidate) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _shape(candidate: Candidate, layout: str) -> BlockShape:
+def block_shape(candidate: Candidate, layout: str) -> BlockShape:
+    """Return what a backend is told of a candidate that can be patched, with its weights in this layout."""
     experts, hidden, inner = candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused before"
     roles = candidate.roles

@@ -18,6 +18,7 @@ from hf_neuron_moe.activation_policy import (
 )
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.modules.experts import experts_shape
 from hf_neuron_moe.modules.saved_bytes import (
     SavedBlock,
     recomputed_flops,
@@ -71,12 +72,12 @@ def _noted(entry: PatchEntry, shape: SavedBlock, policy: BlockActivations) -> Pa
 
 
 def _shape(item: PlanItem) -> SavedBlock:
-    experts, hidden, inner = item.candidate.sizes
+    candidate, config = item.candidate, item.config
+    if candidate.form is not None:
+        return experts_shape(candidate.module, candidate.form, config, candidate.top_k or 0)
+    _, hidden, inner = candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused"
-    top_k = None if experts is None else item.candidate.top_k or 0
-    config = item.config
-    sizes, gate = (hidden, inner, top_k, config.backend), item.candidate.gate
-    return SavedBlock(config.precision, *sizes, experts=experts, block_size=config.block_size, gate=gate)
+    return SavedBlock(config.precision, hidden, inner, None, config.backend, gate=candidate.gate)
 
 
 def resolve(

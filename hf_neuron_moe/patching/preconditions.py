@@ -241,7 +241,7 @@ def check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
     """Raise for a plan that patches nothing, or with `strict` not every gated block that is not excluded."""
     if not report.patched:
         listed = _listed(report.refused)
-        expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
+        expected = "a model with at least one MLP or experts block that can be patched"
         got = f"{with_article(type(model).__name__)} {_counted(report)}{':' + listed if listed else ''}"
         raise NothingToPatchError.about("model", expected, got, ("\n" if listed else "") + _what_to_do(report))
     counted = [entry for entry in report.refused if entry.gated]

@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 """Largest deviation relative to the largest output. fp32 rounding is near 1e-6; GELU for SiLU deviates by 6-15 %."""
 
 SIZES = (
-    dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts"), E)
+    dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts"), E)
     | {"total_experts": E + 1}
     | dict.fromkeys(("hidden_dim", "hidden_size"), H)
     | dict.fromkeys(
@@ -44,7 +44,8 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     """Return why `module`'s forward disagrees with the operator, or None.
 
     Rows of the input meet every limit on both sides, and large negative gates; gate and up differ in magnitude, biases
-    are of size 1. With limits or biases all gradients are compared too.
+    are of size 1. With limits or biases all gradients are compared too. Forwards get a batch axis,
+    which some of them want.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     inner = roles.half_size if isinstance(roles.half_size, int) else I
@@ -56,7 +57,7 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     module_of = functools.partial(_dense_stand_in, module, roles, (gate_IH, up_IH, down_HI), tuple(biases))
 
     def stock(training: bool) -> Tensor:
-        return type(module).forward(module_of(training), x_TH)
+        return type(module).forward(module_of(training), x_TH.unsqueeze(0)).squeeze(0)
 
     def operator() -> Tensor:
         options: dict[str, Any] = {"precision": "fp32", "backend": "torch", "gate": roles.gate, "biases": tuple(biases)}

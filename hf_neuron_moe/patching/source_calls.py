@@ -96,10 +96,14 @@ def _unflatten(read: Reading, tensor: ast.expr, given: Arguments) -> Expression 
 
 
 def _view(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    """``z.view(*z.shape[:-1], 2, I)`` and the other order."""
-    sizes = list(given.values())
-    leading = ast.unparse(sizes[0]) if sizes else ""
-    return _grid(read, tensor, sizes[1:]) if leading == f"*{ast.unparse(tensor)}.shape[:-1]" else None
+    """``z.view(*z.shape[:-1], 2, I)`` and the other order; leading sizes may be variables."""
+    *leading, first, second = given.values() if len(given) > 2 else (ast.Constant(0),) * 3
+    value, rank, known = read.evaluate(tensor), len(leading) + 1, read.constants.values
+    named = [known.get(each.id, ()) if isinstance(each, ast.Name) else () for each in leading]
+    sizes = all(found[:1] == ("size",) and found[1] is value for found in named)
+    ordered = sizes and [found[2] for found in named] == list(range(-rank, -1))
+    whole = [ast.unparse(each) for each in leading] == [f"*{ast.unparse(tensor)}.shape[:-1]"]
+    return _grid(read, tensor, [first, second]) if ordered or whole else None
 
 
 def _grid(read: Reading, tensor: ast.expr, sizes: list[ast.expr]) -> Expression | None:

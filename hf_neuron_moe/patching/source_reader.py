@@ -85,7 +85,7 @@ _PRODUCTS = frozenset({"mul", "mul_", "multiply", "glu", "einsum", "addcmul", "p
 
 @cache
 def multiplies_branches(forward: Callable[..., Any]) -> bool:
-    """Return whether a forward may multiply two values that both depend on its arguments.
+    """Return whether a forward may multiply two values that both depend on its arguments, not as its result.
 
     It may where its source is not available, or where it multiplies by a function of one of the names above.
     """
@@ -100,10 +100,13 @@ def multiplies_branches(forward: Callable[..., Any]) -> bool:
     def is_branch(node: ast.expr) -> bool:
         return any(isinstance(each, ast.Name) and each.id in depends for each in ast.walk(node))
 
+    results = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)]
+    returned = {part for each in results for part in (each.elts if isinstance(each, ast.Tuple) else [each])}
     for node in ast.walk(function):
         match node:
             case ast.BinOp(left=left, op=ast.Mult(), right=right) if is_branch(left) and is_branch(right):
-                return True
+                if node not in returned:
+                    return True
             case ast.AugAssign(op=ast.Mult(), value=value) if is_branch(value):
                 return True
             case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _PRODUCTS:
@@ -142,6 +145,16 @@ class Reader:
                     self.assign(name, value)
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
                     self.values[first], self.values[second] = self.two(value)
+                case ast.Assign(
+                    targets=[ast.Tuple(elts=names)], value=ast.Attribute(value=ast.Name(id=tensor), attr="shape")
+                ) if tensor in self.values and all(isinstance(each, ast.Name) for each in names):
+                    sizes = {ast.unparse(each): place - len(names) for place, each in enumerate(names)}
+                    whole = self.values[tensor]
+                    self.values |= {name: ("size", whole, place) for name, place in sizes.items()}
+                case ast.If(body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]) if (
+                    self.casts_for_layer(name, value)
+                ):
+                    continue
                 case ast.If(test=test, body=live, orelse=other):
                     result = self.run(live if self.decide(test, statement) else other)
                     if result is not None:
@@ -160,6 +173,19 @@ class Reader:
                 return
         known = self.constants.of(value)
         self.values[name] = self.evaluate(value) if known is NO_CONSTANT else ("constant", known)
+
+    def casts_for_layer(self, name: str, value: ast.expr) -> bool:
+        """Whether `value` is ``name.to(self.<layer>.weight.dtype)`` of a layer's result.
+
+        All layers have one dtype, so only autocast makes another one, in which it calls the next layer anyway.
+        """
+        match value:
+            case ast.Call(ast.Attribute(ast.Name(id=cast), "to"), [ast.Attribute(weight, "dtype")], []):
+                layer, _, leaf = (self.constants.path(weight) or "").rpartition(".")
+                known = self.module is not None and isinstance(self.module._modules.get(layer), nn.Linear)
+                read = bare(self.values.get(name, ("input",)))[0]
+                return known and leaf == "weight" and name == cast and read in ("part", "product", "dropout")
+        return False
 
     def two(self, node: ast.expr) -> tuple[Expression, Expression]:
         """What two variables get."""
@@ -184,7 +210,7 @@ class Reader:
         """Return what an expression of the source stands for."""
         found: Expression | None = None
         match node:
-            case ast.Name(id=name) if name in self.values and self.values[name][0] not in ("dtype", "constant"):
+            case ast.Name(id=name) if name in self.values and self.values[name][0] not in ("dtype", "constant", "size"):
                 return self.values[name]
             case ast.IfExp(test=test, body=live, orelse=other):
                 return self.evaluate(live if self.decide(test, node) else other)

@@ -17,6 +17,9 @@ from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
+UP = "up_proj"
+"""Name of the first weight of experts without a gate, where others have gate_up."""
+
 
 class Bf16Loader(nn.Module):
     """Stands in for `candidate`'s module while weights are loaded; `tensors` are the converted ones by role."""
@@ -25,29 +28,50 @@ class Bf16Loader(nn.Module):
         super().__init__()
         self.candidate = candidate
         self.tensors = dict(tensors)
-        dtype = next(candidate.module.parameters()).dtype
+        original = candidate.module
+        dtype = next(original.parameters()).dtype
+        self.names = {GATE_UP: GATE_UP if candidate.gate.gated else UP, DOWN: DOWN}
+        if candidate.roles is not None:
+            self.names = {role: f"{name}.weight" for role, name in self.names.items()}
         for role, stored in tensors.items():
-            home, leaf = (self, role) if candidate.roles is None else (nn.Module(), "weight")
-            home.register_parameter(leaf, nn.Parameter(torch.empty(stored.tensor.shape, dtype=dtype, device="meta")))
-            if home is not self:
-                self.add_module(role, home)
-        # Parameters beside the weights, such as biases, which a conversion leaves in their source form.
-        own = candidate.module._parameters if candidate.roles is None else {}
-        others = {name: param for name, param in own.items() if param is not None and name not in tensors}
-        self.others = list(others)
-        for name, param in others.items():
-            self.register_parameter(name, nn.Parameter(torch.empty_like(param, device="meta")))
+            self._hold(self.names[role], torch.empty(stored.tensor.shape, dtype=dtype, device="meta"))
+        # What the module has beside the weights, such as biases, norms and a router, stays in its source form.
+        replaced = {name for rule in candidate.rules[:2] for name in rule.stock}
+        if candidate.form is not None:
+            replaced = {*candidate.form.inputs, candidate.form.down}
+        state = original.state_dict(keep_vars=True)
+        self.others = [name for name in state if name not in replaced]
+        for name in self.others:
+            self._hold(name, torch.empty_like(state[name], device="meta"), isinstance(state[name], nn.Parameter))
+
+    def _hold(self, name: str, value: Tensor, trainable: bool = True) -> None:
+        """Register `value` under a path, making modules on the way."""
+        home: nn.Module = self
+        for part in name.split(".")[:-1]:
+            if part not in home._modules:
+                home.add_module(part, nn.Module())
+            home = home.get_submodule(part)
+        leaf = name.rpartition(".")[2]
+        if trainable:
+            home.register_parameter(leaf, nn.Parameter(value))
+        else:
+            home.register_buffer(leaf, value)
 
     def role(self, role: str) -> nn.Parameter:
         """Return the parameter of a role."""
-        return self.get_parameter(role if self.candidate.roles is None else f"{role}.weight")
+        return self.get_parameter(self.names[role])
 
     def hand_over(self, layout: str) -> nn.Module:
         """Give the original module the loaded weights and return it; `layout` as in :func:`give_weights`."""
         gate_up, down = (self._forward_matrix(role) for role in (GATE_UP, DOWN))
         module = give_weights(self.candidate, gate_up, down, layout).train(self.training)
+        state = self.state_dict(keep_vars=True)
         for name in self.others:
-            put_parameter(module, name, self.get_parameter(name))
+            if isinstance(state[name], nn.Parameter):
+                put_parameter(module, name, state[name])
+            else:
+                owner, _, leaf = name.rpartition(".")
+                module.get_submodule(owner).register_buffer(leaf, state[name])
         return module
 
     def _forward_matrix(self, role: str) -> Tensor:
@@ -61,7 +85,7 @@ class Bf16Loader(nn.Module):
             return value
         if role == DOWN:
             return value[..., : value.shape[-2] - extra_hidden, : value.shape[-1] - extra_inner].contiguous()
-        halves = value.unflatten(-2, (2, -1))
+        halves = value.unflatten(-2, (stored.halves, -1))
         inner, hidden = halves.shape[-2] - extra_inner, halves.shape[-1] - extra_hidden
         return halves[..., :inner, :hidden].flatten(-3, -2).contiguous()
 
@@ -69,20 +93,26 @@ class Bf16Loader(nn.Module):
 def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, layout: str) -> nn.Module:
     """Make the weights of a module, which may be on the meta device, of fused ones; return the module.
 
-    `gate_up` is ``[2I, H]`` or ``[E, 2I, H]``, `down` ``[H, I]`` or ``[E, H, I]``. `layout` is where the weights will
-    be kept, ``"stock"`` or ``"kernel"``; for ``"kernel"`` nothing is copied.
+    `gate_up` is ``[2I, H]`` or ``[E, 2I, H]``, gate first, or up alone; `down` is ``[H, I]`` or ``[E, H, I]``. `layout`
+    is where the weights will be kept, ``"stock"`` or ``"kernel"``; for ``"kernel"`` nothing is copied.
     """
-    if candidate.roles is not None:
-        inputs = gate_up.chunk(len(candidate.roles.inputs))
+    roles, form = candidate.roles, candidate.form
+    if roles is not None:
+        gate_up = gate_up if roles.gate_first else roles.fused(*gate_up.chunk(2))
+        inputs = gate_up.chunk(len(roles.inputs))
         # Halves of one tensor would be taken for tied weights where they stay as they are.
         copied = layout == "stock" and len(inputs) == 2
         parts = (*(part.clone() if copied else part for part in inputs), down)
-        values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), parts))
+        values = dict(zip((f"{name}.weight" for name in roles.linears), parts))
     else:
-        if not getattr(candidate.module, "is_concatenated", True):
+        assert form is not None, "a module that can be patched has roles or a form"
+        if form.interleaved:
             gate_up = gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)  # gate and up rows in turn
-        values = {GATE_UP: gate_up, DOWN: down}
-        if candidate.module.is_transposed:
+        values = dict(zip((*form.inputs, form.down), (*gate_up.chunk(len(form.inputs), dim=1), down)))
+        if form.stacked:
+            values[form.down] = down.transpose(-1, -2)
+            values = {name: value.flatten(0, 1).clone() for name, value in values.items()}
+        elif form.transposed:
             values = {name: value.transpose(-1, -2) for name, value in values.items()}
     for name, value in values.items():
         put_parameter(candidate.module, name, nn.Parameter(value.contiguous() if layout == "stock" else value))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.convert.plan import no_codes
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.modules.quantized_blocks import (
     BIASES,
@@ -21,7 +21,7 @@ from hf_neuron_moe.modules.quantized_blocks import (
 )
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
-from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
+from hf_neuron_moe.quantizers.bf16_loader import UP, Bf16Loader
 from hf_neuron_moe.quantizers.shard_layouts import FORWARD, WHERE, StoredTensor
 
 _CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
@@ -46,10 +46,11 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
     warned: set[str] = set()
     for candidate in discover(model):
         kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
-        tensors = _tensors_of(candidate.name, kind, model, stored)
+        names = kind.tensor_names() if candidate.gate.gated else (UP, *kind.tensor_names()[1:])
+        tensors = _tensors_of(candidate.name, names, model, stored)
         if not tensors:
             continue
-        stand_in = _stand_in(candidate, kind, tensors)
+        stand_in = _stand_in(candidate, kind, tensors, names)
         for parent, attribute in slots.get(id(candidate.module), ()):
             parent._modules[attribute] = stand_in
         if isinstance(stand_in, Bf16Loader):
@@ -72,12 +73,12 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
 
 
 def _tensors_of(
-    module: str, kind: type[QuantizedBlock], model: PreTrainedModel, stored: Mapping[str, StoredTensor]
+    module: str, names: tuple[str, ...], model: PreTrainedModel, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """A module's converted tensors by their names in it; empty where it was left in source form."""
     base = f"{model.base_model_prefix}."
     found: dict[str, StoredTensor] = {}
-    for name in kind.tensor_names():
+    for name in names:
         full = f"{module}.{name}" if module else name
         # A headless model's names have no prefix where the file's have one, and the other way round.
         for known in (full, base + full, full.removeprefix(base)):
@@ -87,9 +88,8 @@ def _tensors_of(
 
 
 def _stand_in(
-    candidate: Candidate, kind: type[QuantizedBlock], tensors: Mapping[str, StoredTensor]
+    candidate: Candidate, kind: type[QuantizedBlock], tensors: Mapping[str, StoredTensor], names: tuple[str, ...]
 ) -> Bf16Loader | QuantizedBlock:
-    names = kind.tensor_names()
     whole = {role: tensors[name] for role, name in zip((GATE_UP, DOWN), names[::2]) if name in tensors}
     plain = all(tensor.bf16_layout is not None for tensor in whole.values())
     if candidate.reason is not None or len(whole) < 2 or any((name in tensors) is plain for name in names[1::2]):
@@ -97,20 +97,21 @@ def _stand_in(
         got = f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}"
         fix = "The checkpoint is damaged, or this version of transformers builds the module differently."
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
-    sizes = candidate.sizes
+    form = candidate.form
     for role, tensor in whole.items():
-        stored = (None if sizes[0] is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=role == GATE_UP))
+        sizes, stored = candidate.sizes, (None if form is None else tensor.tensor.shape[0], *tensor.sizes)
+        if form is not None and role == GATE_UP and not form.stacked:  # which may have rows for experts without down
+            sizes = (candidate.module.get_parameter(form.gate_up).shape[0], *sizes[1:])
         if stored != sizes:
             expected = f"made of {_named(*sizes)}, as config.json says"
             fix = "config.json and the shards do not belong together."
             raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
         return Bf16Loader(candidate, whole)
-    form = candidate.form
-    if (candidate.gate != SWIGLU) if form is None else not (form.routed and form.gate.gated and form.post_norm is None):
+    if (reason := no_codes(candidate)) is not None:
         fix = "Load the original checkpoint and patch it with precision='mxfp8'."
-        expected = "of an MLP with the gate silu, or of experts that decode MX codes"
-        raise ConversionError.about(f"converted weights of {candidate.name}", expected, candidate.gate.title, fix)
+        expected = "of a module that is computed with MX codes"
+        raise ConversionError.about(f"converted weights of {candidate.name}", expected, reason, fix)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
     if len({layout.order for layout in layouts.values()}) > 1:
         got, fix = f"{whole[GATE_UP].layout} and {whole[DOWN].layout}", "The shards do not belong together."

@@ -10,7 +10,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
 from hf_neuron_moe.formats.moe_mx import TILE, from_groups
 from hf_neuron_moe.modules.block import put_parameter, release_layout
-from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
+from hf_neuron_moe.modules.quantized_blocks import GATE_UP, QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
 from hf_neuron_moe.patching.discovery import Candidate
@@ -38,7 +38,9 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
     if len(devices) > 1:
         expected = "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading"
         raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(devices)), ONE_DEVICE)
-    layout = "kernel" if options.layout == "kernel" else "stock"
+    forms = [loader.candidate.form for loader in placement.loaders]
+    fixed = any(form is not None and form.stock_only is not None for form in forms)
+    layout = "kernel" if options.layout == "kernel" and not fixed else "stock"
     config = NeuronMoEConfig(precision="bf16", backend="torch", weights=layout)
     slots = all_slots(model)
     while placement.loaders:
@@ -63,6 +65,7 @@ def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype)
     slots = all_slots(model)
     for block, candidate in placement.quantized:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
+        original._parameters.update(block._parameters)  # those beside the weights, such as a bias of the sum
         for name, bias in block.original_biases(candidate.sizes[1], candidate.sizes[2]).items():
             put_parameter(original, name, nn.Parameter(bias.to(dtype)))
         for parent, attribute in slots.get(id(block), ()):
@@ -79,7 +82,9 @@ def _values(block: QuantizedBlock, candidate: Candidate, dtype: torch.dtype) -> 
     stack, (experts, hidden, inner) = block.neuron_stack, candidate.sizes
     assert hidden is not None and inner is not None
     device, leading = stack.gate_up_codes.device, () if experts is None else (experts,)
-    gate_up = torch.empty((*leading, 2 * inner, hidden), dtype=dtype, device=device)
+    # Rows of gate and up without a down projection, which nothing reads, become zeros.
+    rows_E = () if experts is None else (len(block.get_buffer(GATE_UP)),)
+    gate_up = torch.zeros((*rows_E, 2 * inner, hidden), dtype=dtype, device=device)
     down = torch.empty((*leading, hidden, inner), dtype=dtype, device=device)
     for number in [None] if experts is None else range(experts):
         weights = stack.expert(number)

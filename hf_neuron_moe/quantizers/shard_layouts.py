@@ -23,6 +23,7 @@ from hf_neuron_moe.convert.layout.orientations import (
     Bf16Layout,
     bf16_layout,
 )
+from hf_neuron_moe.convert.layout.tensor_parallel import halves_in
 from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import ConversionError, public
@@ -63,14 +64,20 @@ class StoredTensor:
         """How its values lie; None for codes, words and scales."""
         return bf16_layout(self.layout, self.tensor.ndim == 3)
 
-    def sizes(self, *, gate_up: bool) -> tuple[int, int]:
-        """Return the H and I of the network it belongs to, as it is stored; the tensor is one of values or codes."""
+    @property
+    def halves(self) -> int:
+        """How often the rows of its matrix go through the I axis: 2 for gate and up, 1 for up alone, 0 for down."""
+        return halves_in(self.name)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The H and I of the network it belongs to, as it is stored; the tensor is one of values or codes."""
         first, second = self.tensor.shape[-2:]
         if self.bf16_layout is not None:
             rows, columns = self.bf16_layout.shape(first, second)
         else:
-            rows, columns = self.mx_layout(gate_up=gate_up).matrix_shape(self.tensor.shape)
-        hidden, inner = (columns, rows // 2) if gate_up else (rows, columns)
+            rows, columns = self.mx_layout(gate_up=self.halves > 0).matrix_shape(self.tensor.shape)
+        hidden, inner = (columns, rows // self.halves) if self.halves else (rows, columns)
         return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0)
 
     @public(WHERE)

@@ -29,3 +29,8 @@ def act_(x: Tensor, kind: ActFnType) -> Tensor:
 def act_grad_(x: Tensor, kind: ActFnType) -> Tensor:
     """Replace `x` (fp32 or fp64, any shape) by the activation's derivative at it and return it."""
     return _BY_TYPE[kind].grad_(x)
+
+
+def act_slope(x: Tensor, factor: Tensor, out: Tensor, kind: ActFnType) -> Tensor:
+    """Write ``factor * act'(x)`` into `out` and return it; all fp32 (or fp64), of one shape."""
+    return _BY_TYPE[kind].slope(x, factor, out)

@@ -36,7 +36,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.checks import Rule, check_rules
 from hf_neuron_moe.errors import NeuronMoEWarning, public
-from hf_neuron_moe.reference.activations import act_, act_grad_
+from hf_neuron_moe.reference.activations import act_, act_slope
 from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert, check_sink_row
 from hf_neuron_moe.reference.blockwise_arguments import (
     BackwardArguments,
@@ -135,6 +135,6 @@ def _gating(given: BackwardArguments, options: Options) -> Gating | None:
     limits, kind = given.clamps, options.activation
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up, skip_gate=given.skip_gate_proj)
     if kind is not ActFnType.SiLU:
-        act, act_grad = functools.partial(act_, kind=kind), functools.partial(act_grad_, kind=kind)
-        return replace(gating, act_=act, act_grad_=act_grad)
+        act, slope = functools.partial(act_, kind=kind), functools.partial(act_slope, kind=kind)
+        return replace(gating, act_=act, act_slope=slope)
     return None if gating == Gating() else gating

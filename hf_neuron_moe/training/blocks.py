@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import ExpertsBlock
-from hf_neuron_moe.modules.experts_calls import STACKED
+from hf_neuron_moe.modules.experts_calls import SHARED, STACKED
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching.apply import report_of
@@ -81,7 +81,7 @@ def _expert_rows(block: ExpertsBlock) -> list[Tensor]:
     """Gate and up (or up alone, or both in one) and down of experts, rows along the last axis."""
     form = block.neuron_form
     local = [_local(_held(block, name)) for name in (*form.inputs, form.down)]
-    if form.call == STACKED:
+    if form.call in (SHARED, STACKED):
         return local
     gate_up, down = (weight.transpose(1, 2) if form.transposed else weight for weight in local)
     return [gate_up[:, ::2], gate_up[:, 1::2], down] if form.interleaved else [gate_up, down]

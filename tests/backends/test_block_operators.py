@@ -103,6 +103,7 @@ def test_mlp_and_its_gradients(precision: str, tokens: int, hidden: int, inner: 
         assert relative_error(grad, wanted_grad) <= BOUND[precision]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden", "inner"), [(5, 32, 48), (150, 80, 600)])
@@ -301,6 +302,7 @@ def test_compiles_without_a_graph_break() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize(
     "keep",

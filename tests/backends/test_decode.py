@@ -113,6 +113,7 @@ def _noting(seen: list[str], name: str, function: Callable[..., Tensor]) -> Call
     return noted
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(32, 24), (20, 12), (9, 7), (2100, 5)])
 @pytest.mark.parametrize("transposed", [False, True])

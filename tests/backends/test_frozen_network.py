@@ -156,6 +156,7 @@ def test_dense_backward_is_exact_for_the_codes_values(
         assert relative(dx, d_expected) < BOUND
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1"])
 @pytest.mark.parametrize(
     ("hidden", "inner", "packed"),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.torch.gating import softcap_
 from hf_neuron_moe.modules import ops
 
 T, K, E, H, I = 40, 2, 3, 32, 24  # noqa: E741
@@ -110,6 +111,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().double() - expected.detach()).norm() / expected.detach().norm())
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("layout", ["stock", "transposed", "interleaved", "both"])
@@ -187,3 +189,14 @@ def test_dense(name: str, precision: str) -> None:
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_the_text_of_a_gate_gives_it_back(gate: Gate) -> None:
     assert Gate.parse(gate.text) == gate and "|" not in gate.text
+
+
+@pytest.mark.parametrize("cap", [0.5, 4.0, 25.0])
+def test_softcap_is_exact_over_all_magnitudes(cap: float) -> None:
+    # A few roundings of fp32, relative to the value itself: small values keep their digits, large ones end at the cap.
+    magnitudes = torch.logspace(-36, 37, 20_000, dtype=torch.float64).float()
+    values = torch.cat([magnitudes, -magnitudes, torch.tensor([0.0, torch.inf, -torch.inf])])
+    exact = cap * torch.tanh(values.double() / cap)
+    error = (softcap_(values.clone(), cap).double() - exact).abs()
+    assert (error <= 6e-7 * exact.abs()).all()
+    assert softcap_(torch.tensor([torch.nan]), cap).isnan().all()

@@ -175,7 +175,9 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_signals_unwind_and_end_with_their_code(number, code, model_dir, repo_root, tmp_path):
     command = [sys.executable, "-c", CHILD, str(model_dir), str(tmp_path / "dst")]
     command.append(str(repo_root / "hf_neuron_moe" / "convert"))

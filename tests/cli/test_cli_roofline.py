@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.backends.gate import Gate
@@ -357,3 +358,33 @@ def test_the_command_knows_frozen_blocks_long_calls_and_the_memory(run, mixtral_
         "fits": False,
     }, "no kernel, no copies"
     assert math.isclose(sum(shown["roofline"]["seconds"].values()), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "ordered", "biased"),
+    [
+        ("llama", (True, False), (False, False)),
+        ("llama_biased", (True, False), (True, True)),
+        ("phi3", (True, True), (False, False)),
+        ("llama4", (True, True), (False, False)),
+        ("gpt_oss", (True, False), (True, True)),
+    ],
+)
+def test_groups_know_the_order_of_rows_and_biases(family, ordered, biased):
+    groups = [group for group in block_groups(tiny_model(family)) if group.reason is None]
+    assert (groups[0].ordered, groups[0].biased) == (ordered, biased)
+    assert groups[0].block("bf16", 512).biased == biased
+    model = nn.ModuleDict({"mlp": UpFirst()})
+    assert block_groups(model)[0].reason is None and block_groups(model)[0].ordered == (False, False)
+
+
+class UpFirst(nn.Module):
+    """A fused layer with up's rows first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(32, 96, bias=False), nn.Linear(48, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(nn.functional.silu(gate) * up)

@@ -42,6 +42,7 @@ def in_memory(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_comes_back_as_the_same_files(family, layout, checkpoint, snapshot, tmp_path):

@@ -6,15 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, plan_conversion
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, estimate, plan_conversion
 from hf_neuron_moe.convert.estimate import estimate_conversion
+from hf_neuron_moe.convert.io.encoded import read_values
 from hf_neuron_moe.errors import ConversionError, DestinationError
+from tests.convert.quantized_sources import to_fp8
 from tests.refusals import refused
 
 
@@ -46,6 +49,24 @@ def test_wider_sources_leave_the_count_of_rounded_values_open(checkpoint, tmp_pa
     assert not estimate.exact and "rounded values" in str(estimate)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_decoding_is_part_of_the_time(quantized, checkpoint, tmp_path, monkeypatch):
+    source, calls = checkpoint("llama"), []
+    if quantized:
+        to_fp8(source)
+
+    def slow(*arguments):
+        calls.append(arguments)
+        time.sleep(0.1)
+        return read_values(*arguments)
+
+    monkeypatch.setattr(estimate, "read_values", slow)
+    found = estimate_conversion(source, tmp_path / "dst", workers=1)
+    # Two layers of gate, up, down and four attention matrices, each decoded in one read.
+    assert len(calls) > 0 if quantized else not calls
+    assert (found.compute_seconds > 14 * 0.1) is quantized
+
+
 def test_parts_add_up_to_the_shards(checkpoint, tmp_path):
     source, options = checkpoint("mixtral"), ConvertOptions("bf16", "kernel", 50_000)
     whole = estimate_conversion(source, tmp_path / "dst", options).files
@@ -69,7 +90,9 @@ import json, sys
 from pathlib import Path
 from hf_neuron_moe.cli.progress_line import watching
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.convert import estimate
 from hf_neuron_moe.convert.estimate import estimate_conversion
+from hf_neuron_moe.convert.io.encoded import read_values
 
 source, destination, options, workers = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
 options = ConvertOptions(**options)

@@ -8,79 +8,83 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, sealed
 from hf_neuron_moe.convert.notes import left_facts, left_notes
-from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning
+from hf_neuron_moe.errors import NeuronMoEWarning
 from tests.convert.mutations import command
-from tests.refusals import refused
+from tests.tiny_models import tiny_model
 
-EXPERTS = [f"model.layers.{layer}.feed_forward.experts" for layer in range(2)]
-BYTES = 4 * 3 * 64 * 32 * 2
-"""Of one layer's four experts: gate, up and down of H=64 and I=32 in bf16."""
+LEFT = [f"model.layers.{layer}.mlp" for layer in range(2)]
+BYTES = 3 * 64 * 64 * 2
+"""Of one layer's MLP: gate, up and down of H=64 and I=64 in bf16."""
 
 
 @pytest.fixture
-def llama4(tmp_path: Path) -> Path:
-    """A tiny Llama 4, whose routed experts are written as one batched product."""
-    config = Llama4TextConfig(
+def gemma3n(tmp_path: Path) -> Path:
+    """A tiny Gemma 3n: of three MLPs two keep the largest values of gate only, which no kernel computes."""
+    config = Gemma3nTextConfig(
         hidden_size=64,
-        intermediate_size=32,
-        intermediate_size_mlp=64,
-        num_hidden_layers=2,
+        intermediate_size=64,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         vocab_size=128,
-        num_local_experts=4,
-        interleave_moe_layer_step=1,
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.95, 0.95, 0.0],
+        altup_num_inputs=2,
         pad_token_id=0,
+        layer_types=["full_attention"] * 3,
     )
     torch.manual_seed(7)
-    Llama4ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "llama4")
-    return tmp_path / "llama4"
+    Gemma3nForCausalLM(config).bfloat16().save_pretrained(tmp_path / "gemma3n")
+    return tmp_path / "gemma3n"
 
 
-def test_what_is_left_is_in_every_report(llama4, tmp_path):
+def test_what_is_left_is_in_every_report(gemma3n, tmp_path):
     dst = tmp_path / "dst"
     reports = [
-        ("convert", llama4, dst, "--dry-run"),
-        ("convert", llama4, dst),
+        ("convert", gemma3n, dst, "--dry-run"),
+        ("convert", gemma3n, dst),
         ("verify", dst),
         ("inspect", dst),
     ]
     for arguments in reports:
         code, printed = command(*arguments, "--json")
         shown = json.loads(printed[printed.index("{") :])["left"]
-        assert code == 0 and list(shown["modules"]) == EXPERTS and shown["tensors"] == 4 and shown["bytes"] == 2 * BYTES
-        assert shown["modules"][EXPERTS[0]]["nbytes"] == BYTES and "use_experts_implementation" in str(shown)
+        assert code == 0 and list(shown["modules"]) == LEFT and shown["tensors"] == 6 and shown["bytes"] == 2 * BYTES
+        assert shown["modules"][LEFT[0]]["nbytes"] == BYTES and "_gaussian_topk" in str(shown)
         if dst.exists() and arguments[0] == "convert":
             command("export", dst, tmp_path / "back")
             for path in sorted(dst.iterdir()):
                 path.unlink()
             dst.rmdir()
         code, printed = command(*arguments)
-        note = "note: 2 modules left in source form (4 tensors, 98,304 bytes): model.layers.0-1.feed_forward.experts: "
+        note = "note: 2 modules left in source form (6 tensors, 49,152 bytes): model.layers.0-1.mlp: "
         assert code == 0 and note in printed
-    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (llama4 / "model.safetensors").read_bytes()
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (gemma3n / "model.safetensors").read_bytes()
 
 
-def test_the_library_warns_and_the_manifest_tells(llama4, tmp_path):
+def test_the_library_warns_and_the_manifest_tells(gemma3n, tmp_path):
     with pytest.warns(NeuronMoEWarning, match="2 modules left in source form"):
-        manifest = convert_checkpoint(llama4, tmp_path / "dst", ConvertOptions("mxfp8"))
+        manifest = convert_checkpoint(gemma3n, tmp_path / "dst", ConvertOptions("mxfp8"))
     assert manifest is not None and manifest == read_manifest(tmp_path / "dst")
     assert {name: (entry.tensors, entry.nbytes) for name, entry in (manifest.left or {}).items()} == dict.fromkeys(
-        EXPERTS, (2, BYTES)
+        LEFT, (3, BYTES)
     )
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--part", "1/2"]])
-def test_strict_refuses_and_writes_nothing(more, llama4, tmp_path):
-    code, printed = command("convert", llama4, tmp_path / "dst", "--strict", *more)
-    assert code == 1 and "model.layers.0-1.feed_forward.experts" in printed and "with strict" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["llama4"]
+def test_strict_refuses_and_writes_nothing(more, gemma3n, tmp_path):
+    code, printed = command("convert", gemma3n, tmp_path / "dst", "--strict", *more)
+    assert code == 1 and "model.layers.0-1.mlp" in printed and "with strict" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["gemma3n"]
 
 
 def test_strict_takes_a_model_of_which_nothing_is_left(checkpoint, tmp_path):
@@ -90,9 +94,19 @@ def test_strict_takes_a_model_of_which_nothing_is_left(checkpoint, tmp_path):
     assert manifest is not None and manifest.left == {} and left_notes(manifest.left) == []
 
 
-def test_mxfp4_names_the_experts_that_no_kernel_computes(llama4, tmp_path):
-    with refused(ConversionError, "precision mxfp4", r"model\.layers\.0-1\.feed_forward\.experts"):
-        convert_checkpoint(llama4, tmp_path / "dst", ConvertOptions("mxfp4"))
+def test_strict_allows_what_a_glob_keeps(gemma3n, tmp_path):
+    globs = ["--precision", "mxfp8", "--strict", "--keep-bf16", "model.layers.0.mlp"]
+    code, printed = command("convert", gemma3n, tmp_path / "dst", *globs)
+    assert code == 1 and "model.layers.1.mlp: " in printed and "--keep-bf16 'model.layers.*.mlp'" in printed
+    code, printed = command("convert", gemma3n, tmp_path / "dst", *globs, "--keep-bf16", "model.layers.1.mlp")
+    assert code == 0 and "note: 2 modules left in source form" in printed
+
+
+@pytest.mark.filterwarnings("ignore:convert. 2 modules left")
+def test_strict_allows_modules_without_a_gate(tmp_path):
+    tiny_model("nemotron_h").bfloat16().save_pretrained(tmp_path / "src")
+    manifest = convert_checkpoint(tmp_path / "src", tmp_path / "dst", strict=True)
+    assert manifest is not None and len(manifest.left or {}) == 2
 
 
 def test_manifests_of_version_3_do_not_say(checkpoint, tmp_path):

@@ -93,8 +93,8 @@ def pairwise(cases: list[Case], count: int) -> list[Case]:
 
 CASES = [(family, size, wish) for family in FAMILIES for size in SIZES for wish in OPTIONS]
 FAST = [
-    *pairwise([case for case in CASES if not is_refused(*case)], 60),
-    *pairwise([case for case in CASES if is_refused(*case)], 12),
+    *pairwise([case for case in CASES if not is_refused(*case)], 40),
+    *pairwise([case for case in CASES if is_refused(*case)], 8),
 ]
 
 

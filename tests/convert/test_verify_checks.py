@@ -62,6 +62,7 @@ def patch_bytes(folder: Path, name: str, change: Callable[[torch.Tensor], torch.
     manifest_path.write_text(json.dumps(sealed(manifest)))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
 def test_every_target_passes(family, target, checkpoint, tmp_path):

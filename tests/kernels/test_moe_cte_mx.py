@@ -120,6 +120,7 @@ class MXCase:
         assert expected.norm() > 1
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("convention", ["device", "golden"])
 @pytest.mark.parametrize("rule", ["neuron", "floor"])
 @pytest.mark.parametrize(

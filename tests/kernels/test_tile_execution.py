@@ -67,6 +67,7 @@ MODES: dict[str, Callable[[Tensor], TensorDescriptor]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("K", [384, 1408, 640, 512])
 @pytest.mark.parametrize("tile_k", [512, 128])
@@ -231,6 +232,7 @@ def integers(S: int, H: int, inner: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("lnc2", [True, False])
 @pytest.mark.parametrize("missing", [(), ("gate_act", "intermediate"), ("gate_pre", "up", "intermediate")])
 def test_exact_sums_are_bit_equal_in_the_backward(lnc2: bool, missing: tuple[str, ...]) -> None:

@@ -6,7 +6,11 @@ Legend: T tokens, K experts per token, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 import copy
+import importlib.util
+import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +35,8 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
+from transformers.models.inkling.configuration_inkling import InklingTextConfig
+from transformers.models.inkling.modeling_inkling import InklingSharedExperts
 from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
 from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE
@@ -49,6 +55,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.experts_calls import known_call
 from hf_neuron_moe.modules.experts_form import read_experts
 from tests.modules.test_equals_stock import assert_close
 from tests.refusals import refused
@@ -182,6 +189,46 @@ def test_weights_below_one_another_equal_their_eager_forward() -> None:
     assert_same_results(made(dbrx), "stock", x, *routing(E))
     with refused(NothingToPatchError, "model", "its weights are parameters of its children; use weights='stock'"):
         patch_model(made(dbrx), {"weights": "kernel"})
+
+
+@pytest.mark.parametrize("make", [dbrx, ROUTED["step3p7"][0]], ids=["dbrx", "step3p7"])
+def test_forwards_of_transformers_5_17_are_known(
+    make: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count the experts without one for ids of no expert; the rest is that of later releases."""
+    module = make()
+    cls = type(module)
+    text = Path(inspect.getfile(cls)).read_text(encoding="utf-8")
+    path = tmp_path / "modeling.py"
+    path.write_text(text.replace("num_classes=self.num_experts + 1)", "num_classes=self.num_experts)"))
+    spec = importlib.util.spec_from_file_location(f"{cls.__module__}_5_17", path)
+    assert spec is not None and spec.loader is not None
+    older = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, older)
+    spec.loader.exec_module(older)
+    expected = known_call(module)
+    for each in module.modules():
+        each.__class__ = vars(older).get(type(each).__name__, type(each))
+    assert type(module) is not cls and expected is not None
+    assert known_call(module) == expected
+
+
+def shared() -> nn.Module:
+    return InklingSharedExperts(InklingTextConfig(hidden_size=H, moe_intermediate_size=I, n_shared_experts=E))
+
+
+def test_experts_that_all_compute_equal_their_own_forward() -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, gammas = torch.randn(2, T, H, generator=generator), torch.randn(2, T, E, generator=generator)
+    assert_same_results(made(shared), "stock", x, gammas)
+    box = made(shared)
+    patch_model(box, {"precision": "fp32"})
+    assert box["mlp"].neuron_top_k == E
+    box["mlp"].n_shared_experts = 1
+    with refused(UnsupportedModelError, "n_shared_experts", where="mlp"):
+        box["mlp"](x, gammas=gammas)
+    with refused(NothingToPatchError, "model", "gate and up are parameters of their own; use weights='stock'"):
+        patch_model(made(shared), {"weights": "kernel"})
 
 
 @pytest.mark.parametrize("weights", ["stock", "kernel"])

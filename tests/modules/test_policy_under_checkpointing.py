@@ -38,6 +38,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(actual[name], value), name
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])
@@ -50,6 +51,7 @@ def test_models_learn_the_same_whatever_is_kept(family: str, precision: str, hom
     assert any(not torch.equal(rough[name], value) for name, value in expected.items())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -61,6 +63,7 @@ def test_gradient_checkpointing_of_transformers(family: str, policy: str, reentr
     assert_same(gradients(model), expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_selective_checkpointing_saves_our_operators(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +97,7 @@ def test_selective_checkpointing_may_also_compute_our_operators_again() -> None:
     assert_same(gradients(model), expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_saved_tensors_may_wait_elsewhere(family: str, policy: str) -> None:

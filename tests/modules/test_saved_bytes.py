@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel, MuseSparkTextConfig
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.activation_policy import canonical_keep, keep_strings
@@ -15,7 +16,7 @@ from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, recomputed_flops, saved_bytes
 from hf_neuron_moe.training import measure_saved_bytes
-from tests.tiny_models import tiny_model, tokens
+from tests.tiny_models import MUSE_SPARK, tiny_model, tokens
 
 LIMITS = {
     # (H, I, K): at most this many KiB per token in bf16, input and routing included.
@@ -49,6 +50,29 @@ def test_what_a_block_says_is_what_is_measured(family: str, dtype: torch.dtype) 
                 assert measured == block.saved_bytes_per_token == entry.saved_bytes_per_token, (precision, policy)
             assert saved.bytes_per_token == report.saved_bytes_per_token
             unpatch_model(model)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("family", ["llama4", "muse_spark"])
+def test_a_row_per_token_and_expert_is_counted(family: str, top_k: int) -> None:
+    """Llama 4 scales the input by expert, muse_spark norms each expert's output: both have rows of their own."""
+    model = tiny_model("llama4", num_experts_per_tok=top_k)
+    if family == "muse_spark":
+        model = AutoModel.from_config(MuseSparkTextConfig(**{**MUSE_SPARK, "num_experts_per_tok": top_k}))
+    for precision, policy in (("bf16", "minimal"), ("bf16", "recompute"), ("fp32", "full")):
+        model = model.to(torch.float32 if precision == "fp32" else torch.bfloat16)
+        report = patch_model(model, {"precision": precision, "activations": policy}, strict=False)
+        said = {entry.name: entry.saved_bytes_per_token for entry in report.patched if entry.kind == "experts"}
+        blocks = {name: model.get_submodule(name) for name in said}
+        with measure_saved_bytes(blocks) as saved:
+            model(input_ids=tokens(4, 16))
+        for name, block in blocks.items():
+            # Llama 4's experts get every token once per expert, and their bytes are counted by row.
+            rows = 4 if family == "llama4" else 1
+            measured = saved.modules[name].bytes_per_token * rows
+            weight = 0 if family == "llama4" else 4 * 32 / 64  # the norm's in fp32, once per call
+            assert measured == said[name] + weight == block.saved_bytes_per_token + weight, (precision, policy)
+        unpatch_model(model)
 
 
 @pytest.mark.parametrize("name", LIMITS)

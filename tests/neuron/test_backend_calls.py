@@ -86,6 +86,7 @@ def test_the_dense_pair_equals_the_torch_backend(machine: Machine, release: tupl
     assert kernels.mlp_backward(dout, x, *weights, saved, "mxfp8", keep, False, False)[0].numel() == 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("release", "precision"), [((2, 29), "bf16"), ((2, 33), "bf16"), ((2, 33), "mxfp8")])
 def test_the_expert_pairs_equal_the_torch_backend(

@@ -24,6 +24,7 @@ WIDER = Case("mixtral", "mxfp8", "trn3", 128, {"hidden_size": 128, "intermediate
 Layout = Enum("Layout", ["TRANSPOSED", "DIRECT", "TILED"])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", [EXPERTS_MX, WIDER], ids=["I equals B", "I above B"])
 @pytest.mark.parametrize("policy", ["full", "recompute", "fp8"])
 def test_gradients_where_the_forward_saves_slots_before_columns(case: Case, policy: str, machine: Start) -> None:

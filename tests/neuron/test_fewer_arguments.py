@@ -206,6 +206,7 @@ def test_training_goes_on_without_the_options(name: str, machine: Start) -> None
     assert len(double.calls) == 2 and all(FEWER[name].isdisjoint(call.arguments) for call in double.calls)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("form", ["dataclass", "namedtuple", "class"])
 @pytest.mark.parametrize("fewer", [False, True])
 def test_training_with_records_of_other_forms(form: str, fewer: bool, machine: Start) -> None:

@@ -21,13 +21,11 @@ from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, Routing
 from hf_neuron_moe.device.emulation import emulated
-from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules import ops
 from tests.neuron.gate_runs import (
     BF16,
     CAPPED,
     CLAMPED,
-    OFFSET,
     SHIFTED,
     SQUARED,
     B,
@@ -45,7 +43,6 @@ from tests.neuron.gate_runs import (
     routing,
     stack,
 )
-from tests.refusals import refused
 
 Start = Callable[..., SimpleNamespace]
 RELEASES = [(2, 29), (2, 30), (2, 31), (2, 33)]
@@ -69,21 +66,6 @@ def test_shifted_limits_and_biases_reach_the_kernels(machine: Start, release: tu
     shared = vars(backward["clamp_limits"])
     assert list(shared.values()) == [2.0, 0.0, 1.0, None]  # linear is up
     assert backward["bias"] is True and backward["activation_type"].name == "Swish"
-
-
-@pytest.mark.parametrize(
-    ("gate", "biased"),
-    [(CLAMPED, False), (CLAMPED, True), (SWIGLU, True), (OFFSET, False), (CAPPED, False), (SHIFTED, False)],
-    ids=["clamped", "clamped biased", "biased", "offset", "capped", "shifted"],
-)
-@pytest.mark.parametrize("release", [(2, 29), (2, 33)])
-def test_every_gate_equals_the_torch_backend(
-    machine: Start, gate: Gate, biased: bool, release: tuple[int, int]
-) -> None:
-    machine(release=release, target="trn2")
-    torch.manual_seed(1)
-    spec = BlockSpec("bf16", B, gate=gate)
-    assert max(compared(spec, routing(), stack(spec, biased=biased), "minimal", "recompute")) <= BF16
 
 
 def test_the_router_gradient_has_the_part_of_the_down_bias(machine: Start) -> None:
@@ -169,42 +151,6 @@ def test_the_mxfp8_pair_takes_limits(machine: Start, options: dict[str, Any], ga
     for call in double.calls[:2]:
         record = call.arguments.get("clamp_limits") or call.arguments["config"].clamp_limits
         assert list(vars(record).values()) == [gate.up_max, gate.up_min, limit, None]
-
-
-ONLY = {"target": "trn2"}
-NO = {
-    "gelu": (ONLY, "bf16", Gate("gelu_tanh"), False, "leave the intermediate of a GELU unwritten"),
-    "gelu in mxfp8": ({}, "mxfp8", Gate("gelu"), False, "the MXFP8 kernels compute SiLU only"),
-    "alpha": (ONLY, "bf16", Gate("swish", 1.5), False, "Swish has alpha 1.702, and the block's is 1.5"),
-    "swish in mxfp8": ({}, "mxfp8", Gate("swish", 1.702), False, "compute SiLU only"),
-    "bias in mxfp8": ({}, "mxfp8", SWIGLU, True, "the MXFP8 kernels of experts take no biases"),
-    "offset in mxfp8": ({}, "mxfp8", OFFSET, False, "take no biases, so up has no offset"),
-    "softcap": (ONLY, "bf16", Gate(up_softcap=25.0), False, "softcapped, which no kernel computes"),
-    "limit": (ONLY, "bf16", Gate(gate_max=7.01), False, "gate_clamp_upper_limit 7.01 is no number of bf16"),
-    "shifted limit": (ONLY, "bf16", Gate(up_max=255.5, up_offset=1.0), False, "up_clamp_upper_limit 256.5 is no"),
-    "relu^2 before": (ONLY | {"release": (2, 31)}, "bf16", SQUARED, False, "moe_cte has no skip_gate_proj"),
-    "relu^2 in mxfp8": ({}, "mxfp8", SQUARED, False, "compute SiLU only"),
-    "relu^2 with gate": (
-        ONLY,
-        "bf16",
-        Gate("squared_relu"),
-        False,
-        "its gate is squared_relu, with which the kernels are not",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NO)
-def test_what_no_kernel_computes_is_refused_with_its_reason(machine: Start, name: str) -> None:
-    options, precision, gate, biased, reason = NO[name]
-    double = machine(**options).double
-    spec = BlockSpec(precision, B, gate=gate)
-    shape = BlockShape("experts", H, I, E, K, biased=(biased, biased))
-    assert reason in str(neuron().support(shape, spec).reason)
-    weights, x = stack(spec, biased=biased), normal(T, H, dtype=torch.bfloat16)
-    with refused(ConfigError, f"the experts block (H={H}, I={I}, precision={precision})", reason):
-        neuron().experts_forward(x, routing(), weights, spec, parse_keep("minimal"))
-    assert not double.launches
 
 
 def test_gated_bodies_trace_without_looking_at_values(machine: Start) -> None:

@@ -64,6 +64,7 @@ def call(block: Any, rows: int, hidden: int = 512, experts: int = 4) -> tuple[Te
     return out.detach(), gradient
 
 
+@pytest.mark.slow
 def test_a_long_call_runs_on_torch_where_that_is_allowed(machine: Start) -> None:
     reference, _ = patched(EXPERTS, "torch")
     expected = call(blocks_of(reference)[0], MOST + 1)

@@ -41,6 +41,7 @@ def torch_losses(name: str, policy: str = "minimal") -> list[float]:
     return run(CASES[name], "torch", activations=policy)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("release", [(2, 29), (2, 30), (2, 31), (2, 33)])
 def test_losses_are_those_of_the_torch_backend(release: tuple[int, int], name: str, machine: Start) -> None:

@@ -23,6 +23,7 @@ from tests.tiny_models import tiny_model
 Start = Callable[..., SimpleNamespace]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("release", [(2, 29), (2, 33)])
 @pytest.mark.parametrize(
     ("gate", "biased"),

@@ -154,6 +154,7 @@ def test_unpatching_frees_copies(machine: Start) -> None:
     assert not torch.equal(training_logits(model), before)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("weights", ["stock", "kernel"])
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("case", [DENSE, EXPERTS_MX], ids=["dense", "experts"])

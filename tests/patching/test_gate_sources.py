@@ -153,6 +153,30 @@ class LastDropoutMLP(BaseMLP):
         return F.dropout(self.drop(self.d(self.act(self.g(x)) * self.u(x))), self.p, self.training)
 
 
+class SizesMLP(BaseMLP):
+    def forward(self, x: Tensor, index: int | None = None) -> Tensor:
+        z = self.gu(x) if index is None else self.gu(x, index)
+        batch, length, _ = z.shape
+        z = z.view(batch, length, 2, -1)
+        return self.d(self.act(z[..., 0, :]) * z[..., 1, :])
+
+
+class LayerDtypeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.g(x)) * self.u(x)
+        if isinstance(self.d.weight, torch.Tensor) and h.dtype != self.d.weight.dtype:
+            h = h.to(self.d.weight.dtype)
+        return self.d(h)
+
+
+class FunctionsMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.unflatten(self.gu(x), -1, (2, -1))
+        g, u = torch.unbind(z, -2)
+        act = torch.mul(torch.sigmoid(g), g)
+        return self.d(torch.multiply((torch.clip(u, None, 2.0) + 1), (act)))
+
+
 def down_bias() -> nn.Module:
     block = DownBiasMLP()
     block.d.bias = nn.Parameter(torch.randn(H))
@@ -190,6 +214,9 @@ ACCEPTED: list[tuple[nn.Module, Gate]] = [
     (OwnLinearMLP(clips=False), Gate()),
     (NormMLP(norm=nn.LayerNorm(H), first=nn.Linear(H, H)), Gate()),
     (LastDropoutMLP(drop=nn.Dropout(0.3), p=0.2, bias=True), Gate()),
+    (SizesMLP(fused=True), Gate()),
+    (LayerDtypeMLP(), Gate()),
+    (FunctionsMLP(fused=True), Gate(up_max=2.0, up_offset=1.0)),
 ]
 
 
@@ -212,7 +239,7 @@ def test_a_source_is_read_as_its_gate_and_computes_the_same(block: nn.Module, ga
     """fp32 against the class's own forward and autograd: up to rounding, in training mode."""
     model = nn.ModuleDict({"mlp": copy.deepcopy(block)}).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    x = 2 * torch.randn(5, H, generator=torch.Generator().manual_seed(1))
+    x = 2 * torch.randn(1, 5, H, generator=torch.Generator().manual_seed(1))
     patch_model(model, {"precision": "fp32", "weights": home})
     assert model["mlp"].neuron_gate == gate
     assert list(model.state_dict()) == list(before)
@@ -281,7 +308,66 @@ class MissingBiasMLP(BaseMLP):
         return self.d(self.act(F.linear(x, self.g.weight)) * self.u(x))
 
 
+class OtherSizesMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gu(x)
+        length, batch, _ = z.shape
+        z = z.view(batch, length, 2, -1)
+        return self.d(self.act(z[..., 0, :]) * z[..., 1, :])
+
+
+class InputDtypeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.g.weight.dtype:
+            x = x.to(self.g.weight.dtype)
+        return self.d(self.act(self.g(x)) * self.u(x))
+
+
+class OtherDtypeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.g(x)) * self.u(x)
+        if h.dtype != torch.float32:
+            h = h.to(torch.bfloat16)
+        return self.d(h)
+
+
+class ThirdsMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gu(x).unflatten(-1, (3, -1))
+        return self.d(self.act(z[..., 0, :]) * z[..., 1, :])
+
+
+class OtherChunkMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g, u = self.gu(x).chunk(2, dim=0)
+        return self.d(self.act(g) * u)
+
+
+class UpTwiceMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.u(x)
+        return self.d(self.act(self.g(x)) * u + u)
+
+
+class InPlaceMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(F.silu(self.g(x), inplace=True) * self.u(x))
+
+
+class SumMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(torch.mul(self.act(self.g(x)) + self.u(x), 1.0))
+
+
 REFUSED = [
+    (OtherSizesMLP(fused=True), r"computes `z\.view\(batch, length, 2, -1\)`"),
+    (InputDtypeMLP(), r"the statement `if x\.dtype != self\.g\.weight\.dtype"),
+    (OtherDtypeMLP(), r"the statement `if h\.dtype != torch\.float32"),
+    (ThirdsMLP(fused=True), r"computes `self\.gu\(x\)\.unflatten\(-1, \(3, -1\)\)`"),
+    (OtherChunkMLP(fused=True), r"unpacks|computes `self\.gu\(x\)\.chunk\(2, dim=0\)`"),
+    (UpTwiceMLP(), r"not down\(act\(gate"),
+    (InPlaceMLP(), r"computes `F\.silu\(self\.g\(x\), inplace=True\)`"),
+    (SumMLP(), r"computes `self\.act\(self\.g\(x\)\) \+ self\.u\(x\)`"),
     (RawSigmoidMLP(), r"not down\(act\(gate"),
     (ClampBelowMLP(), r"clamps the activation from below, at -0\.1"),
     (OffsetClampMLP(), r"not down\(act\(gate"),

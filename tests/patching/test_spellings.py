@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import SeedOssConfig
+from transformers import SeedOssConfig, T5Config
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
+from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
@@ -93,6 +94,11 @@ class FunctionalDropoutMLP(BaseMLP):
         return F.dropout(self.d(h), 0.0, self.training)
 
 
+def gated_t5(p: float) -> nn.Module:
+    """wi_0, wi_1 and wo, with dropout before wo and a cast to wo's dtype."""
+    return T5DenseGatedActDense(T5Config(d_model=H, d_ff=I, dropout_rate=p, feed_forward_proj="gated-gelu"))
+
+
 ACCEPTED = [
     SigmoidMLP(),
     SigmoidMethodMLP(),
@@ -105,6 +111,7 @@ ACCEPTED = [
     DropoutMLP(drop=nn.Identity()),
     FunctionalDropoutMLP(p=0.0),
     SeedOssMLP(SeedOssConfig(hidden_size=H, intermediate_size=I, residual_dropout=0.0)),
+    gated_t5(0.0),
 ]
 
 
@@ -153,6 +160,7 @@ REFUSED = [
     (SplitNumberMLP(fused=True), "splits by 13, not in halves of 12"),
     (DropoutMLP(drop=nn.Dropout(0.1)), r"it has dropout, .*: drop with p=0\.1"),
     (FunctionalDropoutMLP(p=0.1), r"it has dropout, .*: p with p=0\.1"),
+    (gated_t5(0.1), r"it has dropout, .*: dropout with p=0\.1; set it to 0 before you patch"),
 ]
 
 

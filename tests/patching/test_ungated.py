@@ -108,7 +108,32 @@ def test_three_projections_in_a_row_have_no_gate() -> None:
     model.extra = NoProductMLP((24, 16), (24, 24), (16, 24))
     (entry,) = patch_model(model).refused
     assert (entry.name, entry.gated) == ("extra", False)
-    assert entry.reason == "it has no gate: its forward multiplies no two branches"
+    assert entry.reason == "it has no gate: its forward multiplies no two branches before a projection"
+
+
+class LastProductMLP(OneMLP):
+    """Multiplies the results of two projections, and projects nothing after that."""
+
+    def forward(self, x: torch.Tensor, state: Any = None) -> Any:
+        return torch.sigmoid(self.layer2(x)) * self.layer1(torch.relu(self.layer0(x))), state
+
+
+class LateProductMLP(LastProductMLP):
+    """The same product inside a further projection."""
+
+    def forward(self, x: torch.Tensor, state: Any = None) -> Any:
+        return self.layer3(torch.sigmoid(self.layer2(x)) * self.layer1(torch.relu(self.layer0(x)))), state
+
+
+def test_a_product_that_is_the_result_is_no_gate() -> None:
+    model, shapes = tiny_model("llama"), ((24, 16), (16, 24), (16, 16), (16, 16))
+    model.extra = LastProductMLP(*shapes)
+    (entry,) = patch_model(model).refused
+    assert not entry.gated and "before a projection" in entry.reason
+    model = tiny_model("llama")
+    model.extra = LateProductMLP(*shapes)
+    with refused(UnsupportedModelError, "model", "extra .LateProductMLP."):
+        patch_model(model)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def test_gradients_are_exact_for_the_codes_values(source: Source, converted: Con
         assert (grad - grads[1][name]).norm() < 2**-5 * grads[1][name].norm(), name
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["fused", "kernel"])
 def test_state_dict_copies_and_casts_keep_every_bit(converted: Converted, family: str, layout: str) -> None:

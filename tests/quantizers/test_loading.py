@@ -44,6 +44,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, precision: str) ->
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target.values()))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_as_when_patched(
@@ -53,6 +54,7 @@ def test_every_family_computes_as_when_patched(
     assert_same(logits(load(converted(family, **target))), expected, target["precision"])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe"])
 def test_padded_weights_of_uneven_sizes(source: Source, converted: Converted, family: str, precision: str) -> None:
@@ -87,6 +89,7 @@ def test_nothing_is_reported_missing_or_left_over(
         assert not any(report.values()), report
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, "auto", "bfloat16"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_dtype_device_map_and_low_memory(

@@ -17,6 +17,7 @@ from tests.quantizers.conftest import UNEVEN, Converted, Source, load, patched
 from tests.tiny_models import FAMILIES, tokens
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ["fused", "kernel"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saving_gives_the_original_checkpoint_back(
@@ -51,6 +52,7 @@ def test_it_is_the_model_that_patch_model_makes(source: Source, converted: Conve
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("options", [{"layout": "fused"}, {"layout": "kernel"}, {"pad": True}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_gradients_are_those_of_the_patched_original(

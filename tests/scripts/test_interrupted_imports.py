@@ -16,7 +16,7 @@ import pytest
     [
         ("torch", "finetune.py"),
         ("torch", "demo.py"),
-        ("transformers", "finetune.py"),
+        pytest.param("transformers", "finetune.py", marks=pytest.mark.slow),
         pytest.param("transformers", "demo.py", marks=pytest.mark.slow),
     ],
 )

@@ -143,6 +143,7 @@ def peak_under_checkpointing(model: nn.Module, *, reentrant: bool, monkeypatch: 
     return between, saved.peak
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("vocabulary", [97, 4000])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -191,6 +192,7 @@ def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters) if name == "sgd" else Adafactor(parameters, scale_parameter=False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_parameters_gradients_and_optimizer_are_those_of_a_real_step(name: str, dtype: torch.dtype) -> None:

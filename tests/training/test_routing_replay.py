@@ -110,6 +110,7 @@ def without_replay(model: nn.Module) -> None:
         layer._gradient_checkpointing_func = layer._gradient_checkpointing_func.inner
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_of_10000_changes_its_experts(family: str, reentrant: bool) -> None:

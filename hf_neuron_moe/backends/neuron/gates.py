@@ -17,11 +17,14 @@ import torch
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.fp8_checkpoints import Limits
+from hf_neuron_moe.backends.torch.gating import gating_of
 
 SWISH_ALPHA = 1.702  # the kernels' constant
 _CLAMPS = frozenset(
     {"gate_clamp_upper_limit", "gate_clamp_lower_limit", "up_clamp_upper_limit", "up_clamp_lower_limit"}
 )
+MX_ACTIVATIONS = {"silu": "SiLU", "swish": "Swish", "gelu": "GELU", "gelu_tanh": "GELU_Tanh_Approx"}
+"""Those of the forward kernels for MX words: nkilib's name by ours; a call has the place in this table."""
 _GATED = {
     "moe_forward": _CLAMPS | {"activation_function", "gate_and_up_proj_bias", "down_proj_bias"},
     "moe_backward": frozenset({"activation_type", "bias", "clamp_limits"}),
@@ -69,27 +72,31 @@ PLAIN = KernelGate()
 
 
 @functools.cache
-def kernel_gate(gate: Gate) -> KernelGate:
-    """Return the arguments of a gate for which :func:`unsupported_reason_gate` is None."""
+def kernel_gate(gate: Gate, *, trained: bool = True) -> KernelGate:
+    """Return the arguments of a gate for which :func:`unsupported_reason_gate` is None.
+
+    Where it is not `trained`, :func:`unsupported_reason_words` is, and a limit on the activation is not rounded.
+    """
     high, low = (None if limit is None else limit + gate.up_offset for limit in (gate.up_max, gate.up_min))
-    uppers = [limit for limit in (gate.gate_max, activation_limit(gate)) if limit is not None]
+    uppers = [
+        limit for limit in (gate.gate_max, (activation_limit if trained else _exact_limit)(gate)) if limit is not None
+    ]
     swish = gate.act == "swish" and gate.alpha != 1
     return KernelGate(swish, not gate.gated, min(uppers, default=None), gate.gate_min, high, low)
+
+
+def _exact_limit(gate: Gate) -> float | None:
+    return None if gate.act_max is None else gating_of(gate._replace(gate_max=None)).gate_limits[0]
 
 
 def activation_limit(gate: Gate) -> float | None:
     """Return the upper limit on g that has the effect of ``act_max`` on the activation, as bf16 holds it.
 
-    ``g s(alpha g)`` is negative below 0 and increasing above, so ``min(act(g), L) = act(min(g, g*))`` with
+    Every activation is at most 0 below 0 and increasing above, so ``min(act(g), L) = act(min(g, g*))`` with
     ``act(g*) = L``. The limit itself is no number of bf16, and is rounded for forward and backward alike.
     """
-    if gate.act_max is None:
-        return None
-    limit, alpha = gate.act_max, gate.alpha if gate.act == "swish" else 1.0
-    found = limit
-    for _ in range(200):
-        found = 0.5 * (found + limit * (1 + math.exp(-alpha * found)))
-    return float(torch.tensor(found).bfloat16())
+    found = _exact_limit(gate)
+    return None if found is None else float(torch.tensor(found).bfloat16())
 
 
 def gate_notes(gate: Gate) -> tuple[str, ...]:
@@ -109,11 +116,8 @@ def unsupported_reason_gate(
     gate: Gate, biased: tuple[bool, bool], kind: str, precision: str, needs: tuple[str, ...], adapter: Adapter
 ) -> str | None:
     """Return why the kernels `needs` of a block in "bf16" or "mxfp8" do not compute its gate and biases, or None."""
-    if gate == SWIGLU and not any(biased):
-        return None
-    if kind == "mlp" and precision == "mxfp8":
-        what = f"its gate is {gate.title}" if gate != SWIGLU else "its projections have biases"
-        return f"{what}, and the dense MXFP8 kernels compute silu(gate) * up without biases"
+    if (gate == SWIGLU and not any(biased)) or (kind == "mlp" and precision == "mxfp8"):
+        return unsupported_reason_dense(gate, any(biased))
     reason = _unsupported_reason_form(gate, kind) or unsupported_reason_activation(gate, precision)
     if reason is None and precision == "mxfp8" and (any(biased) or gate.up_offset):
         reason = "the MXFP8 kernels of experts take no biases" + ("" if any(biased) else ", so up has no offset")
@@ -122,10 +126,35 @@ def unsupported_reason_gate(
     return reason or _missing_arguments(gate, needs, adapter)
 
 
+def unsupported_reason_dense(gate: Gate, biased: bool) -> str | None:
+    """Return why the dense MXFP8 kernels do not compute a gate and biases, or None."""
+    if gate == SWIGLU and not biased:
+        return None
+    what = f"its gate is {gate.title}" if gate != SWIGLU else "its projections have biases"
+    return f"{what}, and the dense MXFP8 kernels compute silu(gate) * up without biases"
+
+
+def unsupported_reason_words(gate: Gate, biased: bool, *, wide: bool) -> str | None:
+    """Return why no forward kernel for MX words computes a gate and biases, or None; `wide` is shard_on_i_mx.
+
+    Nothing is saved for a backward, so limits may be any numbers.
+    """
+    if not gate.gated:
+        return "the kernels for MX words always compute a gate projection"
+    if wide and (biased or gate.up_offset):
+        return "the kernel for MX words of this hidden size, shard_on_i_mx, adds the down bias twice"
+    return _unsupported_reason_form(gate, "experts") or unsupported_reason_activation(gate, "mx")
+
+
+def mx_activation(gate: Gate) -> int:
+    """Return the place of the gate's activation in :data:`MX_ACTIVATIONS`."""
+    return list(MX_ACTIVATIONS).index("silu" if gate.act == "swish" and gate.alpha == 1 else gate.act)
+
+
 def unsupported_reason_activation(gate: Gate, precision: str) -> str | None:
-    """Return why the kernels of a precision do not compute the activation, or None."""
+    """Return why the kernels of a precision, or for "mx" words, do not compute the activation, or None."""
     if gate.act in ("gelu", "gelu_tanh"):
-        return _WITHOUT_GELU[precision]
+        return _WITHOUT_GELU.get(precision)
     swish = gate.act == "swish" and gate.alpha != 1
     if precision == "mxfp8" and (swish or gate.act not in ("silu", "swish")):
         return _WITHOUT_GELU["mxfp8"]

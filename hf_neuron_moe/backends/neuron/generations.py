@@ -70,7 +70,10 @@ _TRANSPOSES_AND_SCRATCH = _names(
 )
 _CHECKPOINTS = _names("gate_pre gate_act up run_with_lnc2")
 _MLP_FORWARD = _names("hidden gate_up_weights down_weights intermediate_hbm run_with_lnc2")
-_MX_WORDS = _ROUTED | _names("gate_up_proj_scale down_proj_scale gate_and_up_proj_bias down_proj_bias")
+_MX_WORDS = _ROUTED | _names(
+    "gate_up_proj_scale down_proj_scale gate_and_up_proj_bias down_proj_bias activation_function "
+    "gate_clamp_upper_limit gate_clamp_lower_limit up_clamp_upper_limit up_clamp_lower_limit"
+)
 _SKIPS = (("BackwardSkipMode", "skip_token"),)
 _ON_BLOCK, _ON_FREE = (("ShardOption", "SHARD_ON_BLOCK"),), (("ShardOption", "SHARD_ON_FREE"),)
 
@@ -81,6 +84,7 @@ _CTE_DEFAULTS: _Defaults = {
     "is_tensor_update_accumulating": True,
     "skip_gate_proj": False,
 }
+_MX_DEFAULTS = {key: value for key, value in _CTE_DEFAULTS.items() if key != "activation_function"}
 _PAIR_DEFAULTS: _Defaults = {"activation_type": "SiLU", "skip_grad_initialization": False, "bias": False}
 _BWD_DEFAULTS: _Defaults = {
     **_PAIR_DEFAULTS,
@@ -169,18 +173,18 @@ _MOE_FORWARD_MX_2_30 = Generation(
     "2.30",
     "moe_forward_mx",
     _MX_WORDS | {"spec"},
-    defaults=_CTE_DEFAULTS,
+    defaults=_MX_DEFAULTS,
     members=(("MoECTEImplementation", "shard_on_block_mx"),),
     records=(("MoECTESpec", "implementation"),),
 )
 _MOE_FORWARD_MX_2_29 = Generation(
-    "2.29", "moe_forward_mx_direct", _MX_WORDS, defaults=_CTE_DEFAULTS, function="bwmm_shard_on_block_mx"
+    "2.29", "moe_forward_mx_direct", _MX_WORDS, defaults=_MX_DEFAULTS, function="bwmm_shard_on_block_mx"
 )
 _MOE_FORWARD_MX_WIDE_2_29 = Generation(
     "2.29",
     "moe_forward_mx_wide",
     _MX_WORDS | {"expert_affinities_scaling_mode"},
-    defaults={key: value for key, value in _CTE_DEFAULTS.items() if "scaling" not in key},
+    defaults={key: value for key, value in _MX_DEFAULTS.items() if "scaling" not in key},
     members=(("ExpertAffinityScaleMode", "POST_SCALE"),),
 )
 

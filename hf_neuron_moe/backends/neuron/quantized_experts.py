@@ -12,9 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.gates import (
+    kernel_gate,
+    mx_activation,
+    unsupported_reason_dense,
+    unsupported_reason_words,
+)
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, ON_TRN3, Device
 from hf_neuron_moe.backends.neuron.orientation import pad_axes
@@ -22,6 +27,7 @@ from hf_neuron_moe.backends.neuron.static_plan import route
 from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.formats.block_plan import choose_block_size
 from hf_neuron_moe.formats.constants import SwizzleScheme
+from hf_neuron_moe.formats.moe_mx import moe_bias_to_lanes
 from hf_neuron_moe.formats.padding import LANES, padded_size
 from hf_neuron_moe.formats.scales import to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, tile_segments
@@ -74,14 +80,12 @@ class QuantizedKernels(Kernels):
 
     def _experts(self, x_TH: Tensor, routing: Routing, stack: MXExpertStack) -> Tensor:
         (tokens, hidden), top_k, wide = x_TH.shape, routing.index_TK.shape[1], kernel_need(stack) == WIDE
-        count, partitions, tiles, _ = stack.down_codes.shape
+        count, gate = len(stack.down_codes), kernel_gate(stack.gate, trained=False)
         sizes, each = ((256, 512), 1) if wide else ((128, 256, 512), 2)
         block_size = choose_block_size(tokens, top_k, count, choices=sizes, n_block_per_iter=each).block_size
         routed = route(routing, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
-        biases = {
-            "gate_and_up_proj_bias": x_TH.new_zeros((count, partitions, 2, tiles, 4)),
-            "down_proj_bias": x_TH.new_zeros((count, hidden)),
-        }
+        gate_up_bias, down_bias = _biases(stack, x_TH)
+        biases = {"gate_and_up_proj_bias": moe_bias_to_lanes(gate_up_bias), "down_proj_bias": down_bias}
         out, *_ = self.run(
             kernel_need(stack),
             "moe_forward",
@@ -91,10 +95,29 @@ class QuantizedKernels(Kernels):
             gate_up_proj_scale=stack.gate_up_scales,
             down_proj_scale=stack.down_scales,
             block_size=block_size,
+            activation=mx_activation(stack.gate),
+            **gate.limits,
             **routed._asdict(),
             **({} if wide else biases),
         )
         return out if wide else out[0]  # shard_on_block_mx returns one slot per core, the first one filled
+
+
+def _biases(stack: MXExpertStack, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the biases ``[E, 2, I]`` and ``[E, H]``, zeros where there are none, up's with the gate's offset.
+
+    Those with values are fp32, as the kernels' sums are: the offset would round away low bits.
+    """
+    count, offset = len(stack.down_codes), stack.gate.up_offset
+    given = ((stack.gate_up_bias, (count, 2, stack.inner)), (stack.down_bias, (count, stack.hidden)))
+    plain = offset == 0 and all(bias is None for bias, _ in given)
+    dtype = x_TH.dtype if plain else torch.float32
+    gate_up_E2I, down_EH = (
+        x_TH.new_zeros(shape, dtype=dtype) if bias is None else bias.view(shape).to(dtype) for bias, shape in given
+    )
+    if offset:
+        gate_up_E2I = torch.stack([gate_up_E2I[:, 0], gate_up_E2I[:, 1] + offset], dim=1)
+    return gate_up_E2I, down_EH
 
 
 def kernel_need(stack: MXExpertStack) -> str:
@@ -112,11 +135,12 @@ def unsupported_reason_quantized(
         return NO_BACKWARD
     if device.platform != "trn3":
         return f"{ON_TRN3}, and this is {device.platform}"
-    if stack.gate != SWIGLU or stack.gate_up_bias is not None or stack.down_bias is not None:
-        return f"no kernel call for MX codes has biases or another gate than silu, and this gate is {stack.gate.title}"
-    reason = (
-        _unsupported_reason_words(stack, device) if stack.gate_up_codes.dim() > 2 else _unsupported_reason_codes(stack)
-    )
+    biased = stack.gate_up_bias is not None or stack.down_bias is not None
+    if stack.gate_up_codes.dim() == 2:
+        reason = unsupported_reason_dense(stack.gate, biased) or _unsupported_reason_codes(stack)
+    else:
+        reason = unsupported_reason_words(stack.gate, biased, wide=kernel_need(stack) == WIDE)
+        reason = reason or _unsupported_reason_words(stack, device)
     return reason or adapter.unsupported_reason(kernel_need(stack))
 
 

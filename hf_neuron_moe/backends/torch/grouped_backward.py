@@ -62,6 +62,11 @@ class GroupedBackward(BlockBackward):
         ready = weights.gate_up_G2IH is not None and not weights.interleaved and self.loader.width(inner) == inner
         return self.loader.compute.mx and not ready
 
+    @property
+    def _in_pairs(self) -> bool:
+        """Whether gradients of gate and up lie interleaved."""
+        return self.weights.interleaved and not self.gating.skip_gate and not self.loader.compute.mx
+
     def _halves(self, both_r2I: Tensor) -> tuple[Tensor, Tensor]:
         """Views of gate's and up's part of ``[r, 2I]``; without a gate, of an empty one and the whole.
 
@@ -69,7 +74,7 @@ class GroupedBackward(BlockBackward):
         """
         if self.gating.skip_gate:
             return both_r2I[:, :0], both_r2I
-        if self.weights.interleaved and not self.loader.compute.mx:
+        if self._in_pairs:
             return both_r2I[:, ::2], both_r2I[:, 1::2]
         width = both_r2I.shape[1] // 2
         return both_r2I[:, :width], both_r2I[:, width:]
@@ -115,7 +120,12 @@ class GroupedBackward(BlockBackward):
                 scale_R1=batch.scale(chunk),
                 d_scale_R=None if self.d_scale_R is None else self.d_scale_R[part],
             )
-            for target, values in zip((*self._halves(d_gate_up), inter), results, strict=True):
+            loader.fill(inter[chunk], results[2])
+            if self._in_pairs:  # torch makes complex numbers of two parts three times as fast as it writes every other
+                pairs = torch.complex(results[0], results[1], out=scratch.get("pairs", shape, torch.complex64))
+                loader.fill(d_gate_up[chunk], torch.view_as_real(pairs).flatten(1))
+                continue
+            for target, values in zip(self._halves(d_gate_up), results[:2], strict=True):
                 if target.shape[1]:
                     loader.fill(target[chunk], values)
         return d_gate_up, inter
@@ -136,9 +146,11 @@ class GroupedBackward(BlockBackward):
         whole = grads.gate_up_G2IH is not None and width == inner and not (compute.mx and grads.interleaved)
         for group, dout, x, both, product in each_run(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
             if self.d_bias_G2I is not None:
-                for bias_I, part in zip(self.d_bias_G2I[group].chunk(2), self._halves(both), strict=True):
-                    if part.shape[1]:
-                        torch.sum(part[:, :inner], 0, dtype=torch.float32, out=bias_I)
+                for part in both.split(max(CHUNK // both.shape[1], 1)):
+                    part32 = self.loader.scratch.get("summed", tuple(part.shape), torch.float32).copy_(part)
+                    halves = self._halves(part32.sum(0, keepdim=True))
+                    for bias_I, sums in zip(self.d_bias_G2I[group].chunk(2), halves, strict=True):
+                        bias_I[: sums.shape[1]].add_(sums[0, :inner])
             if not plain:
                 dout, x, both, product = (
                     self._over_rows(name, part)

@@ -39,7 +39,7 @@ from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
 from hf_neuron_moe.backends.torch.tiles import Loader
 
 BATCH = 1 << 22  # elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns
-CHUNK = 1 << 19  # elements between the products that are processed at a time
+CHUNK = 1 << 18  # elements between the products that are processed at a time
 
 
 @dataclass(frozen=True)

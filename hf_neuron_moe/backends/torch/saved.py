@@ -139,11 +139,11 @@ class FP8Gating(Gating):
 
     rounds_itself = True
 
-    def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
+    def product(self, gate: Tensor, up_value: Tensor, out: Tensor, act: Tensor) -> Tensor:
         """Write ``v1`` into `act` and ``v1 * v2`` into `out`; return `out`. Without a gate, act(up) into both."""
         if self.skip_gate:
-            return super().product(gate, up, out, act)
-        return torch.mul(_round_groups_(self.activation(gate, out=act)), self.up_value(up), out=out)
+            return super().product(gate, up_value, out, act)
+        return torch.mul(_round_groups_(self.activation(gate, out=act)), up_value, out=out)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write ``bf16(factor) * act'(values)`` into `out`."""

@@ -43,19 +43,19 @@ class SwiGLUGrad(NamedTuple):
         `kept_product` are the activation and ``act * up`` where the policy saved them (mxfp8). `d_scale_R` is added to.
         """
         d_gate, d_up, product = results
-        self._activate(gate, up, act, product, kept_act, kept_product)
+        gating = self.gating
+        up_value = up if gating.skip_gate else gating.up_value(up)
+        self._activate(gate, up_value, act, product, kept_act, kept_product)
         if d_scale_R is not None:
             d_scale_R.add_(torch.linalg.vecdot(d_int, product))
         if scale_R1 is not None:
             product.mul_(scale_R1)
             d_int.mul_(scale_R1)
-        gating = self.gating
         if gating.skip_gate:
             gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
             return
-        gating.up_slope_(torch.mul(act, d_int, out=d_up), up)
-        up_value = gating.up_value(up)
+        gating.up_slope_(torch.mul(act, d_int, out=d_up), up, up_value)
         if self.mx and not gating.rounds_itself:
             one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
             slope = self.round_(gating.slope(gate, one, out=d_gate))
@@ -65,11 +65,11 @@ class SwiGLUGrad(NamedTuple):
         mask_(d_gate, gate, gating.gate_limits)
 
     def _activate(
-        self, gate: Tensor, up: Tensor, act: Tensor, product: Tensor, kept_act: Tensor | None, kept: Tensor | None
+        self, gate: Tensor, up_value: Tensor, act: Tensor, product: Tensor, kept_act: Tensor | None, kept: Tensor | None
     ) -> None:
         """Fill `act` and `product` from what was kept, or compute them as the precision rounds them."""
         if not self.mx or self.gating.rounds_itself or self.gating.skip_gate:
-            self.gating.product(gate, up, out=product, act=act)
+            self.gating.product(gate, up_value, out=product, act=act)
             return
         if kept_act is not None:
             act.copy_(kept_act)
@@ -78,4 +78,4 @@ class SwiGLUGrad(NamedTuple):
         if kept is not None:
             product.copy_(kept)
         else:
-            self.round_(torch.mul(act, self.gating.up_value(up), out=product))
+            self.round_(torch.mul(act, up_value, out=product))

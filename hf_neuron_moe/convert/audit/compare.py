@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
+from hf_neuron_moe.convert.audit.networks import intermediate
 from hf_neuron_moe.convert.audit.operands import read_operand
 from hf_neuron_moe.convert.io.tensors import TensorReader
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE
-from hf_neuron_moe.convert.layout.tensor_parallel import experts_in, is_gate_up
-from hf_neuron_moe.convert.manifest import Manifest, WrittenTensor, grouped
+from hf_neuron_moe.convert.layout.tensor_parallel import experts_in, halves_in
+from hf_neuron_moe.convert.manifest import Manifest, Network, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import BACKWARD, FORWARD
-
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 BF16_FLOOR_DB = 48.0  # A bf16 value differs from the original by at most 1/257 of it: 20 log10(257) = 48.2 dB
 
@@ -76,7 +74,7 @@ class Block:
     """A gate_up and a down weight that belong together: one MLP, or the experts of one layer."""
 
     name: str  # Their common prefix, without the last dot
-    gate_up: str  # Name of the gate_up weight
+    gate_up: str  # Name of the gate_up weight, or of up alone
     down: str  # Name of the down weight
 
 
@@ -84,10 +82,12 @@ def blocks_of(manifest: Manifest) -> list[Block]:
     """List the converted MLPs and experts in the manifest's order."""
     converted = dict.fromkeys(tensor.weight for tensor in manifest.tensors if tensor.layout != SOURCE)
     blocks = []
-    for name in converted:
-        prefix, found, suffix = name.rpartition(GATE_UP)
-        if found and prefix + DOWN + suffix in converted:
-            blocks.append(Block(prefix.rstrip("."), name, prefix + DOWN + suffix))
+    for name in (name for name in converted if halves_in(name)):
+        suffix = ".weight" if name.endswith(".weight") else ""
+        module, dot, _ = name.removesuffix(suffix).rpartition(".")
+        down = f"{module}{dot}down_proj{suffix}"
+        if down in converted:
+            blocks.append(Block(module, name, down))
     return blocks
 
 
@@ -110,9 +110,12 @@ class Comparison:
         rows = []
         for piece in sorted(self._manifest.weights[weight], key=lambda piece: piece.start):
             if piece.holds_experts or piece.expert == expert:
-                matrix = self._source.read(piece.file, piece.source, expert if piece.holds_experts else None)
+                index, part = piece.place(expert if piece.holds_experts else None, slice(0, piece.matrix[0]))
+                matrix = self._source.read(piece.file, piece.source, index, None, part)
                 matrix = matrix.t() if piece.transposed else matrix
                 rows += [matrix[0::2], matrix[1::2]] if piece.interleaved else [matrix]
+                if piece.up_first:
+                    rows = [*matrix.chunk(2)][::-1]
         return torch.cat(rows)
 
     def pairs(self, weight: str, expert: int | None, original_FK: Tensor) -> Iterator[Pair]:
@@ -133,6 +136,31 @@ class Comparison:
             rounds = scales is not None and values.layout not in PERMUTED_WORDS.values()
             yield Pair(values, wanted, held, stray, mx_floor if rounds else bf16_floor)
 
+    def network(self, block: Block) -> Network:
+        """What a block computes."""
+        return self._manifest.networks.get(block.name, Network({}))
+
+    def biases(self, block: Block, expert: int | None, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """A block's biases in the order of the fused weights' rows, zeros where it has none; `widths` are theirs."""
+        pieces, names = self._manifest.weights, self.network(block).biases
+        *inputs, down = [self._bias(name, expert) for name in names] or [None, None]
+        sizes = (widths[0] // max(1, len(inputs)), widths[1])
+        *parts, down_H = [
+            torch.zeros(size, dtype=torch.float64) if bias is None else bias
+            for bias, size in zip((*inputs, down), (*[sizes[0]] * len(inputs), sizes[1]))
+        ]
+        gate_up_F, first = torch.cat(parts), pieces[block.gate_up][0]
+        if first.interleaved:
+            gate_up_F = torch.cat([gate_up_F[0::2], gate_up_F[1::2]])
+        return (gate_up_F.roll(len(gate_up_F) // 2) if first.up_first else gate_up_F), down_H
+
+    def _bias(self, name: str, expert: int | None) -> Tensor | None:
+        if not name:
+            return None
+        (piece,) = self._manifest.weights[name]
+        whole = self._source.read(piece.file, name).double()
+        return whole if whole.dim() == 1 or expert is None else whole[expert]
+
     def _read(self, tensor: WrittenTensor, expert: int | None) -> Tensor:
         return self._converted.read(tensor.file, tensor.name, expert)
 
@@ -140,8 +168,9 @@ class Comparison:
 def _part_of(original_FK: Tensor, tensor: WrittenTensor, ranks: int) -> Tensor:
     """Cut a rank's part of the I axis out of a matrix, and turn it where the operand is the backward one."""
     part = original_FK
-    if tensor.tp_rank is not None and is_gate_up(tensor.weight):
-        part = torch.cat([half.chunk(ranks)[tensor.tp_rank] for half in original_FK.chunk(2)])
+    halves = halves_in(tensor.weight)
+    if tensor.tp_rank is not None and halves:
+        part = torch.cat([half.chunk(ranks)[tensor.tp_rank] for half in original_FK.chunk(halves)])
     elif tensor.tp_rank is not None:
         part = original_FK.chunk(ranks, dim=1)[tensor.tp_rank]
     return part.t() if tensor.orientation == BACKWARD else part
@@ -150,11 +179,12 @@ def _part_of(original_FK: Tensor, tensor: WrittenTensor, ranks: int) -> Tensor:
 def _unpadded(stored: Tensor, shape: tuple[int, ...], tensor: WrittenTensor) -> Tensor:
     """View the values of a stored matrix that are not padding; gate and up are padded each."""
     F, K = shape
-    if not is_gate_up(tensor.weight):
+    halves = halves_in(tensor.weight)
+    if not halves:
         return stored[:F, :K]
     if tensor.orientation == FORWARD:
-        return stored.unflatten(0, (2, -1))[:, : F // 2, :K].reshape(shape)
-    return stored.unflatten(1, (2, -1))[:F, :, : K // 2].reshape(shape)
+        return stored.unflatten(0, (halves, -1))[:, : F // halves, :K].reshape(shape)
+    return stored.unflatten(1, (halves, -1))[:F, :, : K // halves].reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -214,7 +244,7 @@ def probe_layers(
     comparison = Comparison(manifest, source, converted)
     results = []
     for block in chosen:
-        experts = comparison.experts_of(block.gate_up)
+        experts = comparison.experts_of(block.down)
         if count and isinstance(experts, range):
             experts = (chooser.randrange(len(experts)),)
         results += [_probe(block, expert, comparison, chooser.randrange(2**31)) for expert in experts]
@@ -226,6 +256,8 @@ def _probe(block: Block, expert: int | None, comparison: Comparison, seed: int) 
     pairs = [*comparison.pairs(block.gate_up, expert, gate_up), *comparison.pairs(block.down, expert, down)]
     forward = [pair for pair in pairs if pair.tensor.orientation == FORWARD]
     ranks = grouped(forward, lambda pair: pair.tensor.tp_rank)  # gate_up, then down
+    gate, biases = comparison.network(block).gate, comparison.biases(block, expert, (len(gate_up), len(down)))
+    halves = halves_in(block.gate_up)
     x_TH = torch.randn(TOKENS, gate_up.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     held = [[pair.held for pair in rank] for rank in ranks.values()]
     floor = min(pair.floor for pair in pairs)
@@ -234,19 +266,24 @@ def _probe(block: Block, expert: int | None, comparison: Comparison, seed: int) 
         expert,
         weights={pair.tensor.name: pair.sqnr for pair in pairs},
         floors={pair.tensor.name: pair.floor for pair in pairs},
-        output=sqnr_db(_output(x_TH, [(gate_up, down)]), _output(x_TH, held)),
+        output=sqnr_db(*(_output(x_TH, each, halves, gate, biases) for each in ([(gate_up, down)], held))),
         # Ranks add up in another order than one matrix product, so an exact layer is exact only to float64's rounding.
         output_floor=200.0 if math.isinf(floor) else floor - LAYER_MARGIN_DB,
         stray={pair.tensor.name: pair.stray for pair in pairs},
     )
 
 
-def _output(x_TH: Tensor, ranks: Iterable[Sequence[Tensor]]) -> Tensor:
-    """A SwiGLU layer's output: every rank's gate_up ``[2I, H]`` and down ``[H, I]``, added up as all-reduce does."""
-    output_TH = torch.zeros_like(x_TH)
+def _output(
+    x_TH: Tensor, ranks: Iterable[Sequence[Tensor]], halves: int, gate: Mapping[str, Any], biases: tuple[Tensor, Tensor]
+) -> Tensor:
+    """A layer's output: every rank's gate_up ``[2I, H]`` and down ``[H, I]``, added up as all-reduce does."""
+    bias_parts, start = biases[0].chunk(halves), 0
+    output_TH = torch.zeros_like(x_TH) + biases[1]
     for gate_up_FH, down_HI in ranks:
-        gate_TI, up_TI = (x_TH @ gate_up_FH.double().t()).chunk(2, dim=1)
-        output_TH += (silu(gate_TI) * up_TI) @ down_HI.double().t()
+        products, part = (x_TH @ gate_up_FH.double().t()).chunk(halves, dim=1), slice(start, start + down_HI.shape[1])
+        parts = [product_TI + bias[part] for product_TI, bias in zip(products, bias_parts)]
+        output_TH += intermediate(gate, parts) @ down_HI.double().t()
+        start = part.stop
     return output_TH
 
 

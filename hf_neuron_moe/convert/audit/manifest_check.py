@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hf_neuron_moe.convert.io.encoded import codes_kept
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, experts_in
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept, experts_in
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import NeuronMoEError
@@ -39,10 +38,11 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], m
     experts = experts_in(pieces)
     shape = (max(piece.rows.stop for piece in pieces), _columns(pieces[0]))
     # Codes that could be kept may have been quantized again: versions before 6 did that.
-    codes = codes_kept([piece.source for piece in _both(weight, manifest)], manifest.encodings) if permuted else ""
+    codes = codes_kept(_both(weight, manifest), manifest.encodings) if permuted else ""
     fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces), codes)
-    alone = fused.is_gate_up and len(pieces) == 1 and pieces[0].transposed
-    if any(piece.interleaved for piece in pieces) and not alone:
+    reordered = [piece for piece in pieces if piece.interleaved or piece.up_first]
+    alone = fused.is_gate_up and len(pieces) == 1 and pieces[0].transposed is pieces[0].interleaved
+    if reordered and (not alone or pieces[0].up_first is pieces[0].interleaved):
         return ["made of interleaved tensors that are no gate_up weight"]
     if {piece.dtype for piece in pieces} - WEIGHT_DTYPES.keys() or (fused.is_gate_up and shape[0] % 2):
         return ["made of tensors that no weight is made of"]
@@ -68,10 +68,13 @@ def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
         yield "made of nothing"
         return
     for piece in pieces:
-        if len(piece.shape) not in (2, 3) or 0 in piece.shape or (piece.holds_experts and piece.expert is not None):
+        whole = len(piece.shape) in (2, 3) and 0 not in piece.shape
+        if whole and piece.stacked:
+            whole = len(piece.shape) == 2 and piece.shape[0] % piece.stacked == 0
+        if not whole or (piece.holds_experts and piece.expert is not None):
             yield f"made of {piece.source}, which has the shape {list(piece.shape)}"
             return
-    if len({piece.shape[0] for piece in pieces if piece.holds_experts}) > 1:
+    if len({piece.experts for piece in pieces if piece.holds_experts}) > 1:
         yield "made of tensors of different numbers of experts"
         return
     rows = grouped(pieces, lambda piece: piece.expert)
@@ -96,7 +99,7 @@ def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _columns(piece: Piece) -> int:
-    return piece.shape[-2 if piece.transposed else -1]
+    return piece.matrix[0 if piece.transposed else 1]
 
 
 def _possible(options: ConvertOptions) -> list[ConvertOptions]:

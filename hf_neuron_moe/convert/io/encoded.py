@@ -6,7 +6,7 @@ N rows and K columns of a stored matrix, E experts. Only the codes and scales of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -61,13 +61,8 @@ def _grid(encoding: Encoding, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
 
 
-def codes_kept(names: Iterable[str], encodings: Mapping[str, Encoding]) -> str:
-    """The precision, ``"mxfp8"`` or ``"mxfp4"``, whose words can hold the codes of all these tensors; "" for others."""
-    kinds = {_mx_kind(encodings[name]) if name in encodings else "" for name in names}
-    return kinds.pop() if len(kinds) == 1 else ""
-
-
-def _mx_kind(encoding: Encoding) -> str:
+def mx_kind(encoding: Encoding) -> str:
+    """``"mxfp8"`` or ``"mxfp4"`` for codes of which 32 adjacent ones of a row share a power of two; "" for others."""
     if encoding.codes.dtype != "F8_E4M3":
         return "mxfp4"
     whole = encoding.codes.shape[-1] % MX_BLOCK == 0 and encoding.block[1] % MX_BLOCK == 0

@@ -17,7 +17,7 @@ from hf_neuron_moe.convert.io.nonfinite import Place, check_or_count
 from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode, keep_codes
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, StoredForm, bf16_layout, matrix_shape
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, halves_in
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import naming
@@ -81,7 +81,7 @@ def _aligned(nbytes: int) -> int:
 
 def read_bytes(piece: Piece) -> int:
     """Memory that :func:`store` needs to read a piece."""
-    rows, columns = piece.shape[-2:]
+    rows, columns = piece.matrix
     return nbytes_of(piece.dtype, (min(rows, _rows_per_read(piece)), columns))
 
 
@@ -151,10 +151,11 @@ def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) ->
     piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the dequantized values for MX.
     """
     out = torch.empty(piece.shape, dtype=WEIGHT_DTYPES[piece.dtype])
+    matrices = out.unflatten(0, (piece.stacked, -1)) if piece.stacked else out
     for part, indices in _parts(tensors):
         layouts = [tensors[index].layout for index in indices]
-        for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
-            target_FK = _rows_first(out[expert] if piece.holds_experts else out, piece)
+        for expert in range(piece.experts) if piece.holds_experts else (piece.expert,):
+            target_FK = _rows_first(matrices[expert] if piece.holds_experts else out, piece)
             stored = [read(index, expert) for index in indices]
             view = _view_of(layouts[0], expert is not None)
             for block in part.blocks(piece.rows):
@@ -174,7 +175,7 @@ def _reads(piece: Piece, part: Part) -> Iterator[tuple[slice, list[tuple[slice, 
         for block in blocks:
             for start in range(block.rows.start, block.rows.stop, step):
                 place = (block.columns, block.row + start - block.rows.start, 0)
-                yield slice(start, min(start + step, block.rows.stop)), [place]
+                yield piece.source_rows(slice(start, min(start + step, block.rows.stop))), [place]
         return
     # Rows of the source are columns of the blocks, the same ones of all.
     for wanted in [block.columns for block in blocks[:1]]:
@@ -208,7 +209,7 @@ def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
 
 def _parts(tensors: Sequence[WrittenTensor]) -> list[tuple[Part, list[int]]]:
     """Each rank's part of the matrix, with the places of the forward tensors that hold it: values, then scales."""
-    gate_up = is_gate_up(tensors[0].weight)
+    halves = halves_in(tensors[0].weight)
     forward = (index for index, tensor in enumerate(tensors) if tensor.orientation == FORWARD)
     ranks = grouped(forward, lambda index: tensors[index].tp_rank)
     parts, start = [], 0
@@ -216,9 +217,9 @@ def _parts(tensors: Sequence[WrittenTensor]) -> list[tuple[Part, list[int]]]:
         indices = sorted(places, key=lambda index: tensors[index].layout in SCALES)
         values = tensors[indices[0]]
         F, K = matrix_shape(values)
-        hidden, width = (K, F // 2) if gate_up else (F, K)
+        hidden, width = (K, F // halves) if halves else (F, K)
         stop = start + width - values.padding.get("I", 0)
-        part = Part(gate_up, hidden - values.padding.get("H", 0), hidden, 0, start, stop, width, rank)
+        part = Part(halves, hidden - values.padding.get("H", 0), hidden, 0, start, stop, width, rank)
         parts.append((part, indices))
         start = stop
     return [(replace(part, intermediate=start), indices) for part, indices in parts]

@@ -8,10 +8,12 @@ H hidden, I intermediate of the model, F and K rows and columns of a matrix: gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_neuron_moe.convert.io.encoded import mx_kind
+from hf_neuron_moe.convert.io.source import Encoding
 from hf_neuron_moe.convert.manifest import Piece
 from hf_neuron_moe.errors import ConversionError
 
@@ -31,8 +33,13 @@ class FusedWeight:
 
     @property
     def is_gate_up(self) -> bool:
-        """Whether it is gate and up, ``[2I, H]``; otherwise down, ``[H, I]``."""
+        """Whether it is gate and up, ``[2I, H]``; otherwise down, ``[H, I]``, or up alone."""
         return is_gate_up(self.name)
+
+    @property
+    def halves(self) -> int:
+        """How often its rows go through the I axis: twice for gate and up, once for up alone, never for down."""
+        return halves_in(self.name)
 
     @property
     def has_experts(self) -> bool:
@@ -42,24 +49,41 @@ class FusedWeight:
     @property
     def hidden(self) -> int:
         """H."""
-        return self.shape[-1] if self.is_gate_up else self.shape[-2]
+        return self.shape[-1] if self.halves else self.shape[-2]
 
     @property
     def intermediate(self) -> int:
         """I."""
-        return self.shape[-2] // 2 if self.is_gate_up else self.shape[-1]
+        return self.shape[-2] // self.halves if self.halves else self.shape[-1]
 
 
 def is_gate_up(name: str) -> bool:
     """Whether a fused weight's name is that of gate and up: conversions name them themselves."""
-    return name.removesuffix(".weight").endswith("gate_up_proj")
+    return halves_in(name) == 2
+
+
+def halves_in(name: str) -> int:
+    """Do what :attr:`FusedWeight.halves` does for a weight of this name."""
+    return {"gate_up_proj": 2, "up_proj": 1}.get(name.removesuffix(".weight").rpartition(".")[2], 0)
 
 
 def experts_in(pieces: Sequence[Piece]) -> int | None:
     """Number of experts whose weight these pieces fill; None for a weight without them."""
     if pieces[0].holds_experts:
-        return pieces[0].shape[0]
+        return pieces[0].experts
     return None if pieces[0].expert is None else 1 + max(piece.expert or 0 for piece in pieces)
+
+
+def codes_kept(pieces: Sequence[Piece], encodings: Mapping[str, Encoding]) -> str:
+    """The precision whose words can hold the codes of all these pieces, whose rows lie along the contraction axis."""
+
+    def kind(piece: Piece) -> str:
+        encoding = encodings.get(piece.source)
+        along = encoding is not None and encoding.transposed is piece.transposed and not piece.stacked
+        return mx_kind(encoding) if encoding is not None and along else ""
+
+    kinds = {kind(piece) for piece in pieces}
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 class Block(NamedTuple):
@@ -74,7 +98,7 @@ class Block(NamedTuple):
 class Part:
     """The matrix of one rank: a range of the I axis, zeros behind it up to `width`, and zeros behind H."""
 
-    gate_up: bool  # Whether the I axis is that of rows, twice (gate, up), or of columns
+    halves: int  # How often rows go through the I axis: 2 (gate, up), 1 (up alone), 0 where it is that of columns
     hidden: int  # H of the model
     padded_hidden: int  # Rows or columns of the matrix for it
     intermediate: int  # I of the model
@@ -84,9 +108,14 @@ class Part:
     rank: int | None = None  # None where nothing is split
 
     @property
+    def gate_up(self) -> bool:
+        """Whether the I axis is that of rows."""
+        return self.halves > 0
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix."""
-        return (2 * self.width, self.padded_hidden) if self.gate_up else (self.padded_hidden, self.width)
+        return (self.halves * self.width, self.padded_hidden) if self.halves else (self.padded_hidden, self.width)
 
     @property
     def padding(self) -> dict[str, int]:
@@ -96,10 +125,10 @@ class Part:
 
     def blocks(self, piece_rows: slice) -> Iterator[Block]:
         """Give the places of a piece that fills the rows `piece_rows` of the whole weight's matrix."""
-        if not self.gate_up:
+        if not self.halves:
             yield Block(slice(0, piece_rows.stop - piece_rows.start), slice(self.start, self.stop), piece_rows.start)
             return
-        for half in range(2):
+        for half in range(self.halves):
             first = max(piece_rows.start, half * self.intermediate + self.start)
             last = min(piece_rows.stop, half * self.intermediate + self.stop)
             if first < last:
@@ -121,4 +150,4 @@ def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule |
     start = share * (rank or 0)
     stop = min(start + share, inner)
     rows, width = (padded("H", hidden), padded("I", share)) if padded else (hidden, share)
-    return Part(weight.is_gate_up, hidden, rows, inner, start, stop, width, rank)
+    return Part(weight.halves, hidden, rows, inner, start, stop, width, rank)

@@ -6,11 +6,13 @@ from typing import Any
 
 import nki
 
+from hf_neuron_moe.backends.neuron.gates import MX_ACTIVATIONS
 from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
 
 moe_cte = nkilib_object("moe_cte")
 MoECTESpec = nkilib_object("MoECTESpec")
 MoECTEImplementation = nkilib_object("MoECTEImplementation")
+ACTIVATIONS = tuple(getattr(nkilib_object("ActFnType"), name) for name in MX_ACTIVATIONS.values())
 
 
 @nki.jit
@@ -26,11 +28,17 @@ def moe_forward(
     token_position_to_id: Any,
     block_to_expert: Any,
     block_size: int,
+    activation: int,
+    gate_clamp_upper_limit: float | None = None,
+    gate_clamp_lower_limit: float | None = None,
+    up_clamp_upper_limit: float | None = None,
+    up_clamp_lower_limit: float | None = None,
 ) -> Any:
     """Return ``[2, T + 1, H]``, whose first half is the output.
 
-    Weights are x4 words ``[E, 128, 2, H/512, I]`` and ``[E, pI, ceil(I/512), H]``, scales compact. Biases are zeros:
-    without them 2.29's kernel reads a dtype that is not there.
+    Weights are x4 words ``[E, 128, 2, H/512, I]`` and ``[E, pI, ceil(I/512), H]``, scales compact. Biases are
+    ``[E, pI, 2, ceil(I/512), 4]`` and ``[E, H]``: without them 2.29's kernel reads a dtype that is not there. Limits
+    are those after the biases. `activation` is a place in ``ACTIVATIONS``.
     """
     return moe_cte(
         hidden_states=hidden_states,
@@ -45,4 +53,9 @@ def moe_forward(
         down_proj_bias=down_proj_bias,
         gate_up_proj_scale=gate_up_proj_scale,
         down_proj_scale=down_proj_scale,
+        activation_function=ACTIVATIONS[activation],
+        gate_clamp_upper_limit=gate_clamp_upper_limit,
+        gate_clamp_lower_limit=gate_clamp_lower_limit,
+        up_clamp_upper_limit=up_clamp_upper_limit,
+        up_clamp_lower_limit=up_clamp_lower_limit,
     )

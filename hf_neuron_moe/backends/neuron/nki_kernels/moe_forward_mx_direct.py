@@ -6,9 +6,11 @@ from typing import Any
 
 import nki
 
+from hf_neuron_moe.backends.neuron.gates import MX_ACTIVATIONS
 from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
 
 bwmm_shard_on_block_mx = nkilib_object("bwmm_shard_on_block_mx")
+ACTIVATIONS = tuple(getattr(nkilib_object("ActFnType"), name) for name in MX_ACTIVATIONS.values())
 
 
 @nki.jit
@@ -24,6 +26,11 @@ def moe_forward(
     token_position_to_id: Any,
     block_to_expert: Any,
     block_size: int,
+    activation: int,
+    gate_clamp_upper_limit: float | None = None,
+    gate_clamp_lower_limit: float | None = None,
+    up_clamp_upper_limit: float | None = None,
+    up_clamp_lower_limit: float | None = None,
 ) -> Any:
     """Return ``[2, T + 1, H]``, whose first half is the output; operands as ``moe_forward_mx.py`` has them."""
     return bwmm_shard_on_block_mx(
@@ -38,4 +45,9 @@ def moe_forward(
         down_proj_bias=down_proj_bias,
         gate_up_proj_scale=gate_up_proj_scale,
         down_proj_scale=down_proj_scale,
+        activation_function=ACTIVATIONS[activation],
+        gate_clamp_upper_limit=gate_clamp_upper_limit,
+        gate_clamp_lower_limit=gate_clamp_lower_limit,
+        up_clamp_upper_limit=up_clamp_upper_limit,
+        up_clamp_lower_limit=up_clamp_lower_limit,
     )

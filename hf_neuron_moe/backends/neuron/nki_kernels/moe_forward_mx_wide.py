@@ -6,10 +6,12 @@ from typing import Any
 
 import nki
 
+from hf_neuron_moe.backends.neuron.gates import MX_ACTIVATIONS
 from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
 
 blockwise_mm_shard_intermediate_mx = nkilib_object("blockwise_mm_shard_intermediate_mx")
 ExpertAffinityScaleMode = nkilib_object("ExpertAffinityScaleMode")
+ACTIVATIONS = tuple(getattr(nkilib_object("ActFnType"), name) for name in MX_ACTIVATIONS.values())
 
 
 @nki.jit
@@ -23,6 +25,11 @@ def moe_forward(
     token_position_to_id: Any,
     block_to_expert: Any,
     block_size: int,
+    activation: int,
+    gate_clamp_upper_limit: float | None = None,
+    gate_clamp_lower_limit: float | None = None,
+    up_clamp_upper_limit: float | None = None,
+    up_clamp_lower_limit: float | None = None,
 ) -> Any:
     """Return the output ``[T + 1, H]``.
 
@@ -42,4 +49,9 @@ def moe_forward(
         gate_up_proj_scale=gate_up_proj_scale,
         down_proj_scale=down_proj_scale,
         expert_affinities_scaling_mode=ExpertAffinityScaleMode.POST_SCALE,
+        activation_function=ACTIVATIONS[activation],
+        gate_clamp_upper_limit=gate_clamp_upper_limit,
+        gate_clamp_lower_limit=gate_clamp_lower_limit,
+        up_clamp_upper_limit=up_clamp_upper_limit,
+        up_clamp_lower_limit=up_clamp_lower_limit,
     )

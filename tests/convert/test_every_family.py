@@ -1,0 +1,164 @@
+"""Every kind of block that is patched: converted, verified, opened, saved again and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    MoonshineConfig,
+    MoonshineForConditionalGeneration,
+    MuseSparkTextConfig,
+    PreTrainedModel,
+)
+
+from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
+from hf_neuron_moe.convert.audit.compare import Comparison, _output, blocks_of
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.modules.block import NeuronBlock
+from tests.quantizers.test_loading import assert_same
+from tests.refusals import refused
+from tests.tiny_models import MUSE_SPARK, tiny_model, tokens
+
+FAMILIES = (
+    "gemma3",  # gelu_tanh
+    "llama_biased",
+    "gemma4",
+    "gpt_oss",  # biases, gate and up alternate
+    "nemotron_h",  # no gate
+    "muse_spark",  # a norm after each expert
+    "llama4",
+    "longcat_flash",  # rows for experts without a down projection
+    "dbrx",  # matrices of all experts below one another
+    "jetmoe",  # router and bias in the same module
+    "moonshine",  # biases, rows of up first
+)
+SLOW = ("gemma4", "gpt_oss")
+STOCK_ONLY = ("dbrx", "jetmoe")
+BOTH = [
+    pytest.param(family, layout, marks=pytest.mark.slow if layout == "fused" or family in SLOW else ())
+    for family in FAMILIES
+    for layout in ("kernel", "fused")
+]
+
+
+MOONSHINE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "encoder_num_hidden_layers": 1,
+    "decoder_num_hidden_layers": 2,
+    "encoder_num_attention_heads": 4,
+    "decoder_num_attention_heads": 4,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+HEADS = {"muse_spark": AutoModel, "moonshine": MoonshineForConditionalGeneration}
+"""What opens a family that is no causal language model."""
+
+
+def made(family: str, folder: Path) -> Path:
+    """Write a tiny bf16 checkpoint of a family."""
+    if family in HEADS:
+        torch.manual_seed(7)
+        model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
+        if family == "moonshine":
+            model = MoonshineForConditionalGeneration(MoonshineConfig(**MOONSHINE))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "mlp" in name:
+                    param.normal_(std=0.2)
+    else:
+        model = tiny_model(family)
+    saved: Any = model.bfloat16()
+    saved.save_pretrained(folder)
+    return folder
+
+
+def opened(family: str, folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = HEADS.get(family, AutoModelForCausalLM).from_pretrained(folder)
+    return model.eval()
+
+
+def output(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        if isinstance(model, MoonshineForConditionalGeneration):
+            sound = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).bfloat16()
+            return model(input_values=sound, decoder_input_ids=tokens()).logits
+        return model(tokens())[0]
+
+
+FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx")
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("family", FIGURES)
+def test_the_figure_of_the_output_is_of_the_block_s_own_function(family: str, tmp_path: Path) -> None:
+    """What ``verify`` computes in float64 is what the stock module does."""
+    source = made(family, tmp_path / "source")
+    manifest = convert_checkpoint(source, tmp_path / "dst")
+    assert manifest is not None
+    stock = opened(family, source).double()
+    stock.set_experts_implementation("eager")  # the others take no float64
+    with open_tensors(source) as original, open_tensors(tmp_path / "dst") as stored:
+        comparison = Comparison(manifest, original, stored)
+        for block in blocks_of(manifest):
+            module, halves = stock.get_submodule(block.name), 1 if family == "nemotron_h" else 2
+            for expert in comparison.experts_of(block.down):
+                pair = comparison.original(block.gate_up, expert), comparison.original(block.down, expert)
+                x = 3 * torch.randn(5, pair[1].shape[0], dtype=torch.float64)
+                gate, biases = comparison.network(block).gate, comparison.biases(block, expert, (len(pair[0]), 32))
+                found = _output(x, [pair], halves, gate, biases)
+                routing = [] if expert is None else [torch.full((5, 1), expert), torch.ones(5, 1).double()]
+                expected = module(x if family != "dbrx" else x[None], *routing).reshape(x.shape)
+                # Some stock modules compute their gate in fp32.
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
+
+
+def blocks(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules() if isinstance(module, NeuronBlock)}
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize(("family", "layout"), BOTH)
+def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> None:
+    """The logits are the patched original's, and every way back gives the source's bytes."""
+    source = made(family, tmp_path / "source")
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions(layout=layout, pad=layout == "kernel"))
+    assert manifest is not None and manifest.left is not None
+    assert all("no gate" in left.reason for left in manifest.left.values())
+    report = verify_checkpoint(tmp_path / "dst", source, probes=0)
+    assert report.ok, str(report)
+    assert all(probe.output >= 200 for probe in report.probes) and report.probes
+    weights = "kernel" if layout == "kernel" and family not in STOCK_ONLY else "stock"
+    stock, converted = opened(family, source), opened(family, tmp_path / "dst")
+    state = stock.state_dict()
+    assert state.keys() == converted.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
+    state = {name: value.clone() for name, value in state.items()}
+    patch_model(stock, NeuronMoEConfig(precision="bf16", weights=weights), strict=False)
+    assert blocks(converted) == blocks(stock) != {}
+    assert_same(output(converted), output(stock), "bf16")
+    converted.save_pretrained(tmp_path / "again")
+    assert export_checkpoint(tmp_path / "dst", tmp_path / "back").inexact == ()
+    original = (source / "model.safetensors").read_bytes()
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == original
+    again, first = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "source"))
+    assert again.keys() == first.keys() and all(torch.equal(value, first[name]) for name, value in again.items())
+
+
+@pytest.mark.parametrize(("family", "part"), [("nemotron_h", "without a gate"), ("llama_biased", "with biases")])
+def test_what_has_no_codes_is_named_before_anything_is_written(family: str, part: str, tmp_path: Path) -> None:
+    source = made(family, tmp_path / "source")
+    with refused(ConversionError, "precision", f"{part}.*--keep-bf16 'model.layers"):
+        convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

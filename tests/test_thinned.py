@@ -1,0 +1,38 @@
+"""Thinned tests keep a fast case of every value."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.thinned import lost_values, stays, thin
+
+
+@pytest.mark.parametrize(("sizes", "n"), [((3, 4), 3), ((2, 2, 2), 2), ((5, 3, 5, 2), 5), ((8, 4), 4)])
+def test_every_value_stays_once_at_least(sizes: tuple[int, ...], n: int) -> None:
+    assert not lost_values(sizes, n)
+    cases = list(itertools.product(*map(range, sizes)))
+    assert len([case for case in cases if stays(case, n)]) * n <= len(cases) + n
+
+
+def test_values_of_which_no_case_stays_are_found() -> None:
+    assert lost_values((4, 2), 3) == {(0, 1)}
+    assert lost_values((3,), 2) == {(0, 1)}
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (1, 1), (2, 2)])
+@pytest.mark.parametrize("c", [0, 1, 2])
+def test_the_other_cases_are_slow(a: int, b: int, c: int, request: pytest.FixtureRequest) -> None:
+    slow = request.node.get_closest_marker("slow") is not None
+    assert a == b and slow == ((a + c) % 3 != 0)
+
+
+def test_a_mark_that_loses_a_value_is_an_error(request: pytest.FixtureRequest) -> None:
+    def test(a: int) -> None: ...
+
+    marked = pytest.mark.thinned(2)(pytest.mark.parametrize("a", [0, 1])(test))
+    item = pytest.Function.from_parent(request.node.parent, name="test", callobj=marked)
+    with pytest.raises(pytest.UsageError, match="stays fast"):
+        thin([item])

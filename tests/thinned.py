@@ -1,0 +1,55 @@
+"""``@pytest.mark.thinned(n)``: one of about n cases of a parametrized test stays fast, the others become slow.
+
+For tests of a cross product, where a case repeats what its neighbors check. A case stays if the sum of its places on
+the axes is a multiple of n, so that values of two axes still meet where a third axis has n values or more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+
+def thin(items: Iterable[pytest.Item]) -> None:
+    """Mark cases of thinned tests slow.
+
+    Raises:
+        pytest.UsageError: A value of an axis would have no fast case.
+    """
+    for item in items:
+        mark = item.get_closest_marker("thinned")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        axes = [_axis(*axis.args) for axis in item.iter_markers("parametrize")]
+        if lost := lost_values(tuple(len(values) for _, values in axes), *mark.args):
+            raise pytest.UsageError(f"{item.nodeid}: no case stays fast of (axis, place) {sorted(lost)}")
+        params = item.callspec.params
+        if not stays([_place(values, [params[name] for name in names]) for names, values in axes], *mark.args):
+            item.add_marker(pytest.mark.slow)
+
+
+def stays(places: Sequence[int], n: int) -> bool:
+    """Return whether the case at these places, one on each axis, stays fast."""
+    return sum(places) % n == 0
+
+
+@cache
+def lost_values(sizes: tuple[int, ...], n: int) -> set[tuple[int, int]]:
+    """Return the values, each as axis and place on it, of which no case stays among axes of these sizes."""
+    values = {(axis, place) for axis, size in enumerate(sizes) for place in range(size)}
+    return values.difference(*(enumerate(case) for case in itertools.product(*map(range, sizes)) if stays(case, n)))
+
+
+def _axis(names: str | Sequence[str], values: Iterable[Any]) -> tuple[list[str], list[Sequence[Any]]]:
+    """What one decorator gives: names of arguments, and the values of each case."""
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    marked = type(pytest.param())
+    return names, [v.values if isinstance(v, marked) else v if len(names) > 1 else (v,) for v in values]
+
+
+def _place(values: Sequence[Sequence[Any]], wanted: Sequence[Any]) -> int:
+    return next(place for place, each in enumerate(values) if all(map(lambda one, two: one is two, each, wanted)))
