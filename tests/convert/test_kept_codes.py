@@ -30,7 +30,8 @@ from hf_neuron_moe.formats import (
 )
 from hf_neuron_moe.formats.constants import element_format
 from tests.convert.mutations import command
-from tests.convert.quantized_sources import MODEL, MXFP4, random_mxfp4, rewrite, to_fp8
+from tests.convert.quantized_sources import FP8, MODEL, MXFP4, fp8_of, random_mxfp4, rewrite, to_fp8
+from tests.convert.test_quantized_sources import aria
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 
@@ -253,6 +254,31 @@ def test_other_sources_with_powers_of_two(form: str, checkpoint: Any, tmp_path: 
     for name in (name for name in one if ".experts." in name):
         assert same_bits(one[name], other[name]), name
     assert words_of(tmp_path / "dst", "model.layers.1.mlp.experts", fmt)[0].fmt.name == fmt
+
+
+def test_codes_that_lie_across_the_contraction_are_quantized_again(tmp_path: Path) -> None:
+    """Transposed experts of an FP8 file have blocks along their outputs."""
+    source, _ = aria(tmp_path / "src", 512, 64)
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        changed = {}
+        for name, tensor in tensors.items():
+            base = name.removesuffix("_blocks")
+            if base != name:
+                matrices = convert_moe_packed_tensors(tensor, tensors[f"{base}_scales"])
+                pairs = [fp8_of(matrix, (1, 32), torch.uint8) for matrix in matrices]
+                changed[base] = torch.stack([codes for codes, _ in pairs])
+                changed[f"{base}_scale_inv"] = torch.stack([scales for _, scales in pairs])
+            elif not name.endswith("_scales"):
+                changed[name] = tensor
+        return changed
+
+    rewrite(source, {**FP8, "weight_block_size": [1, 32]}, change)
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", purpose="inference", pad=True))
+    assert manifest is not None and len(manifest.encodings) == 4
+    assert {tensor.layout for tensor in manifest.tensors} >= {"mxfp8_moe_words"}
+    assert not any("permuted" in tensor.layout for tensor in manifest.tensors)
+    assert verify_checkpoint(tmp_path / "dst", source, probes=0).ok
 
 
 def test_a_manifest_s_permuted_words_have_to_be_codes_of_its_source(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:convert. 2 modules left in source form")  # the dense MLPs of gemma4
 @pytest.mark.parametrize(("family", "sizes", "options", "schemes"), CASES)
 def test_experts_compute_with_the_stored_values(
     family: str, sizes: dict[str, int], options: dict[str, Any], schemes: tuple[str, str], tmp_path: Path
