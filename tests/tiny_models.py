@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     DbrxConfig,
     DeepseekV4Config,
@@ -163,6 +165,47 @@ MUSE_SPARK: dict[str, Any] = {
     "mlp_layer_types": ["sparse", "dense"],
 }
 """A tiny MuseSparkTextConfig, which has no class for language modelling of its own."""
+_LATER: dict[str, dict[str, Any]] = {
+    "hy_v4": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_layer_types": ["sparse", "sparse"],
+        "swiglu_limit": 0.5,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 4,
+    },
+    "minimax_m3_vl_text": {
+        **_LOCAL,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 24,
+        "swiglu_limit": 0.75,
+    },
+    "inkling2_text": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "rel_extent": 16,
+        "mlp_gate_softcap": 0.5,
+        "mlp_up_softcap": 1.0,
+    },
+}
+LATER_GATES = tuple(family for family in _LATER if family in CONFIG_MAPPING)
+"""Families with other gates that the oldest supported transformers lacks."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 FAMILIES = (*DENSE, *MOE)
@@ -177,6 +220,8 @@ SOME_SLOW_LAYOUTS = ["stock", pytest.param("kernel", marks=pytest.mark.slow)]
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     """Return the configuration of a tiny model."""
+    if family in _LATER:
+        return AutoConfig.for_model(family, **{**_BASE, **_LATER[family], **changes})
     kind, own = _FAMILIES[family]
     return kind(**{**_BASE, **own, **changes})
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
-from tests.tiny_models import FAMILIES, OTHER_GATES, WEIGHT_LAYOUTS, tiny_model, tokens
+from tests.tiny_models import FAMILIES, LATER_GATES, OTHER_GATES, WEIGHT_LAYOUTS, tiny_model, tokens
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -42,8 +42,11 @@ def run(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return logits.detach(), embedded.grad, gradients
 
 
+SLOW_GATES = [pytest.param(family, marks=pytest.mark.slow) for family in LATER_GATES]
+
+
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_GATES])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_GATES, *SLOW_GATES])
 def test_forward_and_all_gradients_equal_stock(family: str, home: str) -> None:
     stock = tiny_model(family)
     patched = copy.deepcopy(stock)

@@ -16,7 +16,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import UnsupportedModelError
 from tests.modules.test_equals_stock import assert_close, run
 from tests.refusals import refused
-from tests.tiny_models import OTHER_CALLS, OTHER_GATES, assert_same_snapshot, snapshot, tiny_model, tokens
+from tests.tiny_models import LATER_GATES, OTHER_CALLS, OTHER_GATES, assert_same_snapshot, snapshot, tiny_model, tokens
 
 FAMILIES = (*OTHER_GATES, *OTHER_CALLS)
 STOCK_ONLY = ("dbrx", "jetmoe")
@@ -49,7 +49,10 @@ def test_logits_and_gradients_equal_stock(family: str, layout: str) -> None:
         assert_close(found[2][name], gradient, name)
 
 
-@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*LAYOUTS, *(pytest.param(family, "kernel", marks=pytest.mark.slow) for family in LATER_GATES)],
+)
 def test_saved_weights_load_into_a_stock_model(family: str, layout: str, tmp_path: Path) -> None:
     stock = tiny_model(family).eval()
     before = snapshot(stock)
@@ -102,11 +105,15 @@ def test_adapters_on_experts(family: str, layout: str, tmp_path: Path) -> None:
     assert_close(again(tokens()).logits, logits, "logits")
 
 
-def test_a_trainer_run_gives_the_stock_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", *(pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES[1:], *LATER_GATES))],
+)
+def test_a_trainer_run_gives_the_stock_losses(family: str, tmp_path: Path) -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, 12)]
     losses = []
-    for layout in (None, "stock", "kernel"):
-        model = tiny_model("gpt_oss")
+    for layout in (None, "stock", *(["kernel"] if family not in STOCK_ONLY else [])):
+        model = tiny_model(family)
         if layout is not None:
             patched(model, layout)
         options: dict[str, Any] = {"report_to": [], "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
@@ -116,11 +123,11 @@ def test_a_trainer_run_gives_the_stock_losses(tmp_path: Path) -> None:
         trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        if layout == "kernel":
-            resumed = Trainer(patched(tiny_model("gpt_oss"), layout), arguments, train_dataset=rows)
+        if layout == "kernel" and family != "deepseek_v4":  # whose config transformers 5.23 refuses when it resumes
+            resumed = Trainer(patched(tiny_model(family), layout), arguments, train_dataset=rows)
             resumed.train(resume_from_checkpoint=str(tmp_path / "kernel" / "checkpoint-2"))
             for name, value in resumed.model.state_dict().items():
                 assert torch.equal(value, model.state_dict()[name]), name
     # Adam divides small gradients by their own size, which makes more of a rounding.
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=0)
-    torch.testing.assert_close(torch.tensor(losses[2]), torch.tensor(losses[0]), rtol=1e-4, atol=0)
+    for found in losses[1:]:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses[0]), rtol=1e-4, atol=0)
