@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ class QuantizedBlock(NeuronBlock):
         self._remember_activation(parts.activation, parts.gate)
         for replaced in parts.parameters if isinstance(parts, ExpertsForm) else parts.linears:
             self._parameters.pop(replaced, None)
-            self._modules.pop(replaced, None)
+            self._modules.pop(replaced.partition(".")[0], None)  # whose own code expects its parameters
         for key in (*self.tensor_names(), *(name for name in BIASES if name in tensors)):
             self._hold(key, tensors[key])
 
@@ -129,6 +128,9 @@ class QuantizedBlock(NeuronBlock):
     def neuron_stack(self) -> MXExpertStack:
         """The weights as the backend takes them."""
         gate_up, gate_up_scales, down, down_scales = map(self.get_buffer, self.tensor_names())
+        if self.neuron_form is not None and self.neuron_form.call == IDENTITY:
+            # Experts that return their input have rows too, which nothing reads.
+            gate_up, gate_up_scales = gate_up[: len(down)], gate_up_scales[: len(down)]
         layouts = self.neuron_layouts
         codes, biases = (gate_up, gate_up_scales, down, down_scales), map(self._buffers.get, BIASES)
         return MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], self.neuron_gate, *biases)
@@ -174,35 +176,21 @@ class QuantizedExperts(QuantizedBlock):
 
     neuron_form: ExpertsForm
 
-    def __init__(self, original: nn.Module, *arguments: Any) -> None:
-        super().__init__(original, *arguments)
-        for name in self.neuron_form.parameters:  # of children, whose code expects them
-            self._modules.pop(name.partition(".")[0], None)
-
     @property
     def neuron_shape(self) -> SavedBlock:
         form, shape = self.neuron_form, super().neuron_shape
         by_pair = form.call == BY_EXPERT or form.post_norm is not None
         return replace(shape, rows=shape.top_k or 0) if by_pair else shape
 
-    @property
-    def neuron_stack(self) -> MXExpertStack:
-        stack = super().neuron_stack
-        if self.neuron_form.call != IDENTITY:
-            return stack
-        count = len(stack.down_codes)  # experts that return their input have rows too, which nothing reads
-        codes, scales = stack.gate_up_codes[:count], stack.gate_up_scales[:count]
-        return replace(stack, gate_up_codes=codes, gate_up_scales=scales)
-
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:
         """Return what the original's call does, in the shape and dtype of `hidden_states`.
 
-        `top_k_index` ``[T, K]`` are integer expert ids, of which those of E and above add nothing, and `top_k_weights`
-        ``[T, K]``; both are None where the original takes hidden states only.
+        The others are what the original takes: ids and weights ``[T, K]``, weights alone in their place, or nothing.
+        Ids of E and above add nothing.
         """
-        routing = () if top_k_index is None or top_k_weights is None else (top_k_index, top_k_weights)
+        routing = (each for each in (top_k_index, top_k_weights) if each is not None)
         count = len(self.get_buffer(DOWN))
         return called(self, self.neuron_form, self._compute, count, (hidden_states, *routing))
 
