@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,14 +36,20 @@ def oracle(
     """
     sums = through(x, schemes[0]) @ gate_up.to(x.dtype).T
     g, u = (sums if biases is None else sums + biases[0].to(x.dtype)).chunk(2, dim=-1)
-    product, weights = formula(gate, g, u), down.to(x.dtype).T
-    if biases is not None:
-        assert not after, "words have no biases in these tests"
-        factor = x.new_ones(len(x)) if scale is None else scale
-        hidden = through(product * factor[:, None], schemes[1], width)
-        return hidden @ weights + factor[:, None] * biases[1].to(x.dtype)
+    kept = formula(gate, _kept(g, gate.gate_min, gate.gate_max), _kept(u, gate.up_min, gate.up_max))
+    product, weights = kept + (formula(gate, g, u) - kept).detach(), down.to(x.dtype).T
+    bias = torch.zeros(len(down), dtype=x.dtype) if biases is None else biases[1].to(x.dtype)
     if scale is None or not after:
-        return through(product if scale is None else product * scale[:, None], schemes[1], width) @ weights
+        factor = x.new_ones(len(x), 1) if scale is None else scale[:, None]
+        return through(product * factor, schemes[1], width) @ weights + factor * bias
     fixed = scale.detach()
-    plain = product.detach() @ weights
-    return fixed[:, None] * (through(product, schemes[1], width) @ weights) + (scale - fixed)[:, None] * plain
+    plain = product.detach() @ weights + bias
+    return fixed[:, None] * (through(product, schemes[1], width) @ weights + bias) + (scale - fixed)[:, None] * plain
+
+
+def _kept(sums: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Pre-activations as the backward reads them: in bf16, where one that is rounded to a limit has no gradient."""
+    rounded = sums.detach().bfloat16().to(sums.dtype)
+    beyond = (rounded >= (torch.inf if high is None else high)).to(sums.dtype)
+    beyond = beyond - (rounded <= (-torch.inf if low is None else low)).to(sums.dtype)
+    return sums + (rounded + beyond - sums).detach()

@@ -34,11 +34,13 @@ from hf_neuron_moe.formats.scales import ScaleLayout, to_compact
 from hf_neuron_moe.formats.swizzle import tile_segments, unpack_x4, unswizzle
 
 NATURAL, SWIZZLED, WORDS = "natural", "swizzled", "words"
+PERMUTED = "permuted"
 _KNOWN = {
     "arrangement": (NATURAL, SWIZZLED, WORDS),
     # In which the kernels quantize activations, so that both operands of a matmul form the same blocks.
     "scheme": (SwizzleScheme.WRAPX, SwizzleScheme.WRAPX_SINGLE, SwizzleScheme.ONE_TILE),
     "scales": tuple(ScaleLayout),
+    "order": (NATURAL, PERMUTED),
 }
 _COLUMN_TILE = 2048  # of the down projection's K brought to fp32 at a time: a multiple of every scheme's largest tile
 
@@ -51,6 +53,7 @@ class MXLayout:
     arrangement: str = NATURAL  # "natural", "swizzled" (both one code per byte) or "words"
     scheme: str = SwizzleScheme.WRAPX.value  # which K values share a block
     scales: str = ScaleLayout.COMPACT.value  # "compact", "oversized" or "packed"
+    order: str = NATURAL  # of H in gate_up and of I in words; "permuted": by :func:`~.formats.moe_mx.to_groups`
 
     @public("MXLayout")
     def __post_init__(self) -> None:
@@ -132,7 +135,8 @@ class MXExpertStack:
     """The projections of E experts, with an axis E in front, or of one network, as :class:`MXMatrix` has them.
 
     Gate and up are the rows of one ``[2I, H]``, gate first. Down is ``[H, I]``; its K may be larger, zeros at the end.
-    Biases are float tensors without a gradient, as long as the projections with their padding.
+    Biases are float tensors without a gradient, as long as the projections with their padding. With permuted words the
+    layer's input has H in their order, and gate_up's bias I; the output and down's bias are in natural order.
     """
 
     gate_up_codes: Tensor

@@ -57,6 +57,9 @@ def convert(
     ] = None,
     tp_degree: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that share the intermediate axis.")] = 1,
     pad: Annotated[bool, typer.Option("--pad", help="Zero-pad H and I to the kernels' multiples.")] = False,
+    allow_inexact: Annotated[
+        bool, typer.Option("--allow-inexact", help="Quantize a source's MX codes again where they cannot be kept.")
+    ] = False,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", callback=check_size, help="Largest output file, such as 500MB or 5GB.")
     ] = "5GB",
@@ -92,6 +95,7 @@ def convert(
         purpose=purpose,
         tp_degree=tp_degree,
         pad=pad,
+        allow_inexact=allow_inexact,
         max_shard_bytes=size_in_bytes(max_shard_size),
     )
     if dry_run:

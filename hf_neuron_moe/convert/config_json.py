@@ -15,7 +15,7 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE
 from hf_neuron_moe.convert.io.source import damaged
-from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
@@ -40,7 +40,8 @@ _PURPOSES = {
 def quantization_config(options: ConvertOptions) -> dict[str, Any]:
     """The entry of ``config.json``: every option that shapes a tensor, and the values in force where one was left out.
 
-    ``scales`` is null where each kernel got the layout it takes; the shards' headers say which, tensor by tensor.
+    ``scales`` is null where each kernel got the layout it takes; the shards' headers say which, tensor by tensor. They
+    also say where codes were kept, which ``allow_inexact`` alone does not tell.
     """
     return {
         "quant_method": QUANT_METHOD,
@@ -110,8 +111,12 @@ def section(plan: ConversionPlan) -> str:
     if plan.left:
         kept += f"; {len(plan.left)} modules that the kernels cannot compute"
     method = plan.source.format.method if plan.source.format is not None else ""
+    quantized = {t.weight for t in plan.tensors if t.layout in SCALES}
+    kept_codes = {t.weight for t in plan.tensors if t.layout in PERMUTED_WORDS.values()}
     rows = {
-        "source": f"{method}, decoded to bf16" if method else "",
+        "source": f"{method}, decoded to bf16{' but for the codes of permuted words' if kept_codes else ''}"
+        if method
+        else "",
         "precision": _spelled_out(options),
         "layout": ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(layouts.items())),
         "for": purpose,
@@ -123,8 +128,9 @@ def section(plan: ConversionPlan) -> str:
         "kept as they were": f"{len(plan.copied)} tensors: {kept}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
-    export = "hf-neuron-moe export DIR NEW" + (" --allow-inexact" if options.quantized else "")
-    loss = "" if not options.quantized else " The values come back as the quantized ones; the original's bits are gone."
+    lossy = quantized != kept_codes
+    export = "hf-neuron-moe export DIR NEW" + (" --allow-inexact" if lossy else "")
+    loss = "" if not lossy else " The values come back as the quantized ones; the original's bits are gone."
     return (
         f"{TITLE}\n\n"
         f"The MLP and expert weights of this checkpoint were rearranged with hf-neuron-moe {__version__} for the "

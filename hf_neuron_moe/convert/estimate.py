@@ -224,7 +224,7 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     values = torch.randn(shape).to(WEIGHT_DTYPES[first.dtype])
     scratch = Scratch(scratch_bytes(sample, forms))
 
-    def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+    def read(piece: Piece, expert: int | None, rows: slice | None) -> torch.Tensor:
         return values[rows]
 
     def work() -> None:

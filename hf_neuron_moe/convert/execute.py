@@ -219,7 +219,9 @@ class _Run:
             self.buffers.scratch = Scratch(scratch)
             self.buffers.read = torch.empty(read_at_once, dtype=torch.uint8)
 
-        def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+        def read(piece: Piece, expert: int | None, rows: slice | None) -> torch.Tensor:
+            if rows is None:
+                return self.reader.read_scales(piece.source, expert)
             index, rows = piece.place(expert, rows)
             return self.reader.read(piece.file, piece.source, index, self.buffers.read, rows)
 

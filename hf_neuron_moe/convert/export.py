@@ -19,7 +19,7 @@ from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, make_parents, side_files
 from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, read_header
 from hf_neuron_moe.convert.io.tensors import TensorReader, open_tensors
-from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.layout.relayout import restore
 from hf_neuron_moe.convert.manifest import (
     MANIFEST_FILE,
@@ -158,6 +158,8 @@ def _lost(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[d
     """Source tensors whose bits are gone: the quantized ones, with their weights, and the rounded ones."""
     quantized, rounded = dict[str, str](), list[str]()
     for weight, pieces in manifest.weights.items():
+        if any(tensor.layout in PERMUTED_WORDS.values() for tensor in stored[weight]):
+            continue
         if any(tensor.layout in SCALES for tensor in stored[weight]):
             quantized |= {piece.source: weight for piece in pieces}
         elif stored[weight][0].layout != SOURCE:

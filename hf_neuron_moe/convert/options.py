@@ -44,6 +44,8 @@ class ConvertOptions:
     own gradient needs none, so that both write the same). None: ``"training"``, and ``"inference"`` for MXFP4."""
     tp_degree: int = field(default=1, kw_only=True)  # Ranks among which the I axis of every converted weight is split
     pad: bool = field(default=False, kw_only=True)  # Add zeros to H and I up to the sizes that the kernels take
+    allow_inexact: bool = field(default=False, kw_only=True)
+    """Quantize the decoded values of MX codes again where ``moe_cte``'s words cannot hold the codes themselves."""
 
     @public("convert")
     def __post_init__(self) -> None:
@@ -116,6 +118,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "scale_rule": (*SCALE_RULES, None),
     "swizzle": (True, False, None),
     "pad": (True, False),
+    "allow_inexact": (True, False),
 }
 _COUNTS = (
     ("max_shard_bytes", "number of bytes", "Leave it out for 5 GB shards."),

@@ -18,7 +18,7 @@ from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
 from hf_neuron_moe.convert.manifest import LeftModule, Network, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, pattern_of, public
@@ -91,7 +91,8 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     taken = [candidate for candidate in candidates if candidate.reason is None]
     _check_mx(options, taken)
-    weights = {weight.name: weight for each in taken for weight in _weights_of(each, assignments, model)}
+    found = [_with_codes(_weights_of(each, assignments, model), source) for each in taken]
+    weights = {weight.name: weight for group in found for weight in group}
     if not weights:
         reasons = _reasons(refused)
         expected = "a model with MLPs or experts that patch_model takes"
@@ -234,6 +235,12 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
             raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
         weights.append(weight)
     return weights
+
+
+def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint) -> list[FusedWeight]:
+    """Note whether the words of one module's weights can be the source's codes: of all of them, as they share I."""
+    codes = codes_kept([piece for weight in weights for piece in weight.pieces], source.encodings)
+    return [replace(weight, codes=codes) for weight in weights]
 
 
 def _pieces(

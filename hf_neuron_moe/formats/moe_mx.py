@@ -14,7 +14,9 @@ gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
 =================== ========================== ==============================================
 
 pI is 128 if I >= 512 and I/4 below. An I above 512 is zero-padded to a multiple of it. A group of 32 values is 8
-partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantized.
+partitions x 4 lanes. Codes with a scale per 32 adjacent values become words without another rounding if the axis is
+permuted (:func:`arrange_moe_words`): value ``32q + 8r + i`` lies at partition ``8q + i`` of lane r, tile after tile.
+Along H, where a lane goes through all tiles, that is position ``r*(H/4) + 8q + i``.
 """
 
 from __future__ import annotations
@@ -160,6 +162,44 @@ def dequantize_moe_down(weight: MoEWeightMX) -> Tensor:
     check_equal_shape(weight.scales, (E, partitions // PATCH_ROWS, tiles, H), "scales", "one row per 8 partitions")
     rows_FI = _dequantize_rows(weight, INTERMEDIATE_SCHEME, E * H, (2, 1, 0, 3))
     return rows_FI.view(E, H, -1).transpose(1, 2)
+
+
+def to_groups(values: Tensor, tile: int | None = None) -> Tensor:
+    """Permute the last axis so that groups of words hold 32 adjacent values; it has whole tiles, None is a single one.
+
+    Value ``32q + 8r + i`` of a tile moves to position ``r*(tile/4) + 8q + i``. A hidden axis is one tile, an
+    intermediate one has tiles of at most 512.
+    """
+    blocks = (tile or values.shape[-1]) // MX_BLOCK
+    return values.unflatten(-1, (-1, blocks, LANES, PATCH_ROWS)).transpose(-3, -2).flatten(-4)
+
+
+def from_groups(values: Tensor, tile: int | None = None) -> Tensor:
+    """Invert :func:`to_groups`."""
+    blocks = (tile or values.shape[-1]) // MX_BLOCK
+    return values.unflatten(-1, (-1, LANES, blocks, PATCH_ROWS)).transpose(-3, -2).flatten(-4)
+
+
+def group_words(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Pack codes ``[..., K]``, one per byte, to words ``[..., K/4]`` of which 8 neighbours hold 32 adjacent codes."""
+    return pack_x4(codes.unflatten(-1, (-1, LANES, PATCH_ROWS)).transpose(-1, -2).flatten(-3), fmt)
+
+
+def arrange_moe_words(words: Tensor, scales: Tensor, fmt: ElementFormat) -> MoEWeightMX:
+    """Arrange words of :func:`group_words` and a scale byte per 32 adjacent values; every bit stays what it is.
+
+    `words` are gate_up ``[E, 2, I, H/4]`` or down ``[E, H, I/4]``, H and an I from 512 on in multiples of 512. The
+    result holds H and I permuted by :func:`to_groups`, of down only I: the layer's input has to be permuted, and its
+    output is in natural order.
+    """
+    tiles, gate_up = -(-words.shape[-1] // PARTITIONS), words.ndim == 4
+    if gate_up:
+        words, scales = (to_groups(part.mT, min(part.shape[-2], TILE)).mT for part in (words, scales))
+    words, scales = (
+        part.unflatten(-1, (tiles, -1)).permute((0, 4, 1, 3, 2) if gate_up else (0, 3, 2, 1)).contiguous()
+        for part in (words, scales)
+    )
+    return MoEWeightMX(words, scales, fmt)
 
 
 @public

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_neuron_moe.activation_policy import canonical_keep
-from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
+from hf_neuron_moe.backends.mx_weights import PERMUTED, MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.formats.moe_mx import TILE, from_groups, to_groups
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
@@ -24,6 +25,7 @@ from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, read_experts
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
+from hf_neuron_moe.modules.state_dict import halves_together
 
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
 
@@ -38,8 +40,8 @@ class QuantizedBlock(NeuronBlock):
 
     `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
     activations. `layouts` say by role how codes are stored; `tensors` are codes and scales by :meth:`tensor_names`, and
-    biases by :data:`BIASES` where there are any, on the meta device until they are loaded. `roles` are those of a dense
-    MLP's attributes, None for experts.
+    biases in their original form by :data:`BIASES` where there are any, on the meta device until they are loaded.
+    `roles` are those of a dense MLP's attributes, None for experts.
     """
 
     weight_suffix = ""
@@ -72,7 +74,8 @@ class QuantizedBlock(NeuronBlock):
         stack = self.neuron_stack
         experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
         sizes = (stack.hidden, stack.inner, self.neuron_top_k)
-        return SavedBlock("bf16", *sizes, self.neuron_config.backend, quantized=True, experts=experts)
+        config, gate = self.neuron_config, self.neuron_gate
+        return SavedBlock("bf16", *sizes, config.backend, quantized=True, experts=experts, gate=gate)
 
     @classmethod
     def tensor_names(cls) -> tuple[str, str, str, str]:
@@ -95,6 +98,31 @@ class QuantizedBlock(NeuronBlock):
             self._hold(codes, held[0])
             self._hold(scales, held[1])
             self.neuron_layouts[role] = held[2]
+        if self.neuron_form is not None and self.neuron_form.biased:
+            gate_up, down = map(self.get_buffer, BIASES)
+            stack = self.neuron_stack
+            halves = halves_together(gate_up) if self.neuron_form.bias_interleaved else gate_up
+            halves = halves.unflatten(-1, (2, -1))
+            halves = F.pad(halves, (0, stack.inner - halves.shape[-1]))
+            halves = to_groups(halves, min(stack.inner, TILE)) if self.permuted else halves
+            self._hold(BIASES[0], halves.flatten(-2))
+            self._hold(BIASES[1], F.pad(down, (0, stack.hidden - down.shape[-1])))
+
+    def original_biases(self, hidden: int | None, inner: int | None) -> dict[str, Tensor]:
+        """Return the biases as the original holds them, without zeros, by its parameters' names."""
+        form = self.neuron_form
+        if form is None or not form.biased:
+            return {}
+        gate_up, down = map(self.get_buffer, BIASES)
+        halves = gate_up.unflatten(-1, (2, -1))
+        halves = (from_groups(halves, min(halves.shape[-1], TILE)) if self.permuted else halves)[..., :inner]
+        halves = halves.transpose(-1, -2) if form.bias_interleaved else halves
+        return dict(zip(BIASES, (halves.flatten(-2), down[..., :hidden].clone())))
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the words hold H and I permuted, so that their groups are those of a quantized source."""
+        return self.neuron_layouts[GATE_UP].order == PERMUTED
 
     @property
     def neuron_stack(self) -> MXExpertStack:
@@ -114,6 +142,8 @@ class QuantizedBlock(NeuronBlock):
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
+        if self.permuted:
+            x_TH = to_groups(x_TH)
         # Whether a backward may come, now or in the second pass of a checkpointed one.
         inputs = [x_TH] if weight_TK is None else [x_TH, weight_TK]
         training = self.training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
@@ -133,7 +163,8 @@ class QuantizedBlock(NeuronBlock):
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""
         stack, layout = self.neuron_stack, self.neuron_layouts[GATE_UP]
-        return f"frozen {layout.fmt}, {layout.arrangement}, H={stack.hidden}, I={stack.inner}"
+        order = ", permuted" if self.permuted else ""
+        return f"frozen {layout.fmt}, {layout.arrangement}{order}, H={stack.hidden}, I={stack.inner}"
 
 
 class QuantizedProjection(nn.Module):

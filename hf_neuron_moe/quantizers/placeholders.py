@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedModel
 
-from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.convert.plan import no_codes
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, QuantizedBlock, QuantizedExperts, QuantizedSwiGLUMLP
+from hf_neuron_moe.modules.quantized_blocks import (
+    BIASES,
+    DOWN,
+    GATE_UP,
+    QuantizedBlock,
+    QuantizedExperts,
+    QuantizedSwiGLUMLP,
+)
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.bf16_loader import UP, Bf16Loader
@@ -101,15 +108,18 @@ def _stand_in(
             raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
         return Bf16Loader(candidate, whole)
-    reason = no_codes(candidate)
-    if reason is None and form is not None and (candidate.gate != SWIGLU or form.biased):
-        reason = f"experts with {'biases' if form.biased else 'another gate'}"
-    if reason is not None:
+    if (reason := no_codes(candidate)) is not None:
         fix = "Load the original checkpoint and patch it with precision='mxfp8'."
         expected = "of a module that is computed with MX codes"
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, reason, fix)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
+    if len({layout.order for layout in layouts.values()}) > 1:
+        got, fix = f"{whole[GATE_UP].layout} and {whole[DOWN].layout}", "The shards do not belong together."
+        expected = "permuted both or neither"
+        raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
     held = {name: tensor.tensor for name, tensor in tensors.items()}
+    if form is not None and form.biased:
+        held |= {name: torch.empty_like(candidate.module.get_parameter(name), device="meta") for name in BIASES}
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)
     if candidate.roles is None:
         block.neuron_top_k = candidate.top_k

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
-from hf_neuron_moe.modules.block import release_layout
+from hf_neuron_moe.formats.moe_mx import TILE, from_groups
+from hf_neuron_moe.modules.block import put_parameter, release_layout
 from hf_neuron_moe.modules.quantized_blocks import GATE_UP, QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
@@ -65,6 +66,8 @@ def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype)
     for block, candidate in placement.quantized:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
         original._parameters.update(block._parameters)  # those beside the weights, such as a bias of the sum
+        for name, bias in block.original_biases(candidate.sizes[1], candidate.sizes[2]).items():
+            put_parameter(original, name, nn.Parameter(bias.to(dtype)))
         for parent, attribute in slots.get(id(block), ()):
             parent._modules[attribute] = original
     for swap in placement.swaps:
@@ -87,10 +90,12 @@ def _values(block: QuantizedBlock, candidate: Candidate, dtype: torch.dtype) -> 
         weights = stack.expert(number)
         rows_of = (gate_up, down) if number is None else (gate_up[number], down[number])
         for half in range(2):
-            rows, whole = slice(half * stack.inner, half * stack.inner + inner), slice(0, stack.hidden)
-            values = weights.gate_up.values(rows, whole, torch.empty(inner, stack.hidden, device=device))
-            rows_of[0][half * inner : (half + 1) * inner].copy_(values[:, :hidden])
+            rows, whole = slice(half * stack.inner, (half + 1) * stack.inner), slice(0, stack.hidden)
+            values = weights.gate_up.values(rows, whole, torch.empty(stack.inner, stack.hidden, device=device))
+            if block.permuted:
+                values = from_groups(from_groups(values).mT, min(stack.inner, TILE)).mT
+            rows_of[0][half * inner : (half + 1) * inner].copy_(values[:inner, :hidden])
         K = weights.down.shape[1]
         values = weights.down.values(slice(0, hidden), slice(0, K), torch.empty(hidden, K, device=device))
-        rows_of[1].copy_(values[:, :inner])
+        rows_of[1].copy_((from_groups(values, min(K, TILE)) if block.permuted else values)[:, :inner])
     return gate_up, down

@@ -9,16 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXLayout
+from hf_neuron_moe.backends.mx_weights import NATURAL, PERMUTED, SWIZZLED, WORDS, MXLayout
 from hf_neuron_moe.convert.io.bounded import is_natural, parse_json, record
 from hf_neuron_moe.convert.io.source import SourceTensor, damaged, read_header, read_indexed
 from hf_neuron_moe.convert.layout.orientations import (
     BF16_LAYOUTS,
-    MOE_WORDS,
     MX_FUSED_CODES,
     MX_KERNEL_CODES,
+    PERMUTED_WORDS,
     SCALES,
     SOURCE,
+    WORD_LAYOUTS,
     Bf16Layout,
     bf16_layout,
 )
@@ -34,11 +35,11 @@ WHERE = "from_pretrained"
 _INTEGERS = {"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "I16": torch.int16, "I32": torch.int32}
 _DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, **_INTEGERS}
 _ARRANGEMENTS = {MX_FUSED_CODES: NATURAL, MX_KERNEL_CODES: SWIZZLED}
-_WORD_FORMATS = {MOE_WORDS["mxfp8"]: "e4m3fn", MOE_WORDS["mxfp4"]: "e2m1"}
+_WORD_FORMATS = {layout: {"mxfp8": "e4m3fn", "mxfp4": "e2m1"}[kind] for layout, kind in WORD_LAYOUTS.items()}
+_WORD_DTYPES = {"mxfp8": ("U32", "I32"), "mxfp4": ("U16", "I16")}
 _FORMS: dict[str, tuple[tuple[str, ...], range]] = {
     **dict.fromkeys((MX_FUSED_CODES, MX_KERNEL_CODES), (("F8_E4M3",), range(2, 4))),
-    MOE_WORDS["mxfp8"]: (("U32", "I32"), range(4, 6)),
-    MOE_WORDS["mxfp4"]: (("U16", "I16"), range(4, 6)),
+    **{layout: (_WORD_DTYPES[kind], range(4, 6)) for layout, kind in WORD_LAYOUTS.items()},
     **dict.fromkeys(SCALES, (("U8",), range(2, 6))),
 }
 """Dtypes and numbers of axes of the layouts of codes, words and scales."""
@@ -87,7 +88,8 @@ class StoredTensor:
             return MXLayout(arrangement=_ARRANGEMENTS[self.layout], scales=scales)
         if self.layout in _WORD_FORMATS:
             scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
-            return MXLayout(_WORD_FORMATS[self.layout], WORDS, scheme.value, scales)
+            order = PERMUTED if self.layout in PERMUTED_WORDS.values() else NATURAL
+            return MXLayout(_WORD_FORMATS[self.layout], WORDS, scheme.value, scales, order)
         expected = (
             f"one of {', '.join((*dict.fromkeys(row.name for row in BF16_LAYOUTS), *_ARRANGEMENTS, *_WORD_FORMATS))}"
         )

@@ -20,6 +20,10 @@ from hf_neuron_moe.formats import (
     unpack_moe_scales,
     unpack_x4,
 )
+from hf_neuron_moe.formats.constants import element_format
+from hf_neuron_moe.formats.e8m0 import multiply_by_scale_
+from hf_neuron_moe.formats.elements import decode
+from hf_neuron_moe.formats.moe_mx import arrange_moe_words, from_groups, group_words, to_groups
 from tests.refusals import refused
 
 FORMATS = ["e4m3fn", "e5m2", "e2m1"]
@@ -152,3 +156,53 @@ def _only(shape: torch.Size, index: tuple[object, ...], values: torch.Tensor) ->
     e, h, k, i = index
     out[e, torch.tensor(h), k, i] = values
     return out
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1"])
+@pytest.mark.parametrize(("H", "inter"), [(512, 32), (1024, 96), (512, 512), (512, 1024)])
+def test_codes_with_scales_of_adjacent_values_become_words(H: int, inter: int, fmt: str) -> None:
+    """Random codes and every scale byte that is finite: the words hold both, at the positions of the formula."""
+    generator = torch.Generator().manual_seed(H + inter)
+    element = element_format(fmt)
+    shapes = {"gate_up": (2, 2, inter, H), "down": (2, 40, inter)}
+    for shape in shapes.values():
+        codes = torch.randint(0, 1 << element.code_bits, shape, generator=generator, dtype=torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 0  # NaN of e4m3
+        bytes_ = torch.randint(0, 247, (*shape[:-1], shape[-1] // 32), generator=generator, dtype=torch.uint8)
+        weight = arrange_moe_words(group_words(codes, element), bytes_, element)
+        values = multiply_by_scale_(decode(codes, element), bytes_.repeat_interleave(32, -1))
+        K, q, r, i = shape[-1], *places(shape[-1])
+        if len(shape) == 4:
+            found = dequantize_moe_gate_up(weight).permute(0, 2, 3, 1)
+            rows = row_places(inter)
+            along = r * (K // 4) + 128 * (q // 16) + 8 * (q % 16) + i
+            lane = unpack_x4(weight.words, element).view(*weight.words.shape, 4)
+            stored = weight.scales[:, along % (K // 4) // 8 % 16, :, along % (K // 4) // 128]  # [K, E, 2, I]
+            codes_there = lane[:, along % (K // 4) % 128, :, along % (K // 4) // 128, :, r]
+            assert torch.equal(stored[..., rows].permute(1, 2, 3, 0), bytes_.repeat_interleave(32, -1))
+            assert torch.equal(codes_there[..., rows].permute(1, 2, 3, 0), codes)
+            found = found[:, :, rows][..., along]
+        else:
+            found = dequantize_moe_down(weight).permute(0, 2, 1)[..., row_places(inter)]
+        assert torch.equal(found.view(torch.int32), values.view(torch.int32))
+
+
+def places(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Group q, row r and column i of every value: ``32q + 8r + i``."""
+    value = torch.arange(size)
+    return value // 32, value % 32 // 8, value % 8
+
+
+def row_places(inter: int) -> torch.Tensor:
+    """Where the words have every value of an intermediate axis of whole tiles."""
+    q, r, i = places(inter)
+    partitions = min(inter // 4, 128)
+    tile, j = q // (partitions // 8), q % (partitions // 8)
+    return 512 * tile + r * partitions + 8 * j + i
+
+
+def test_the_order_of_groups_is_a_permutation() -> None:
+    for size, tile in ((512, None), (1536, None), (96, 96), (1024, 512)):
+        values = torch.randn(3, size)
+        assert torch.equal(from_groups(to_groups(values, tile), tile), values)
+        assert torch.equal(to_groups(values, tile).sort().values, values.sort().values)

@@ -16,6 +16,8 @@ from hf_neuron_moe import set_backend
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
+from tests.convert.test_kept_codes import gpt_oss
+from tests.convert.test_quantized_sources import aria
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 
@@ -97,3 +99,27 @@ def test_refusals_change_nothing(converted: Path) -> None:
     assert backends(model) == {"torch"}
     with refused(UnsupportedModelError, "model", "patch_model"):
         set_backend(torch.nn.Linear(2, 2), "torch")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["aria", "gpt_oss"])
+def test_permuted_words_get_permuted_rows(family: str, tmp_path: Path, machine: Start) -> None:
+    """Codes of an MXFP4 source: the kernel gets 32 adjacent values of H as one of its groups, zeros behind them."""
+    source, _ = aria(tmp_path / "source") if family == "aria" else gpt_oss(tmp_path / "source", 96, 544)
+    convert_checkpoint(source, tmp_path / "mx", ConvertOptions("mxfp4", pad=True))
+    model = load(tmp_path / "mx")
+    block = next(module for module in model.modules() if isinstance(module, QuantizedBlock))
+    x = (torch.randn(20, 96) * 0.3).bfloat16()
+    weights, index = torch.rand(20, 2).softmax(-1).topk(2, -1)
+    expected = block(x, index, weights)
+    double = machine().double
+    assert set(set_backend(model, "neuron").values()) == {None}
+    found = block(x, index, weights)
+    assert double.names == ["moe_cte"]
+    rows = double.calls[0].arguments["hidden_states"].data[:20]
+    assert rows.shape == (20, 512)
+    value = torch.arange(512)
+    place = value % 32 // 8 * 128 + 8 * (value // 32) + value % 8
+    assert torch.equal(rows[:, place][:, :96], x) and not rows[:, place][:, 96:].any()
+    # As in test_frozen: the kernel takes its affinities in bf16 and rounds every expert's share and the sum to bf16.
+    assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()

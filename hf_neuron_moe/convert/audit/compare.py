@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_neuron_moe.convert.audit.networks import intermediate
 from hf_neuron_moe.convert.audit.operands import read_operand
 from hf_neuron_moe.convert.io.tensors import TensorReader
-from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.layout.tensor_parallel import experts_in, halves_in
 from hf_neuron_moe.convert.manifest import Manifest, Network, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import BACKWARD, FORWARD
@@ -134,7 +134,8 @@ class Comparison:
             stored = read_operand(values, scales, expert, self._read)
             held = _unpadded(stored, wanted.shape, values)
             stray = int(torch.count_nonzero(stored)) - int(torch.count_nonzero(held))
-            yield Pair(values, wanted, held, stray, mx_floor if scales else bf16_floor)
+            rounds = scales is not None and values.layout not in PERMUTED_WORDS.values()
+            yield Pair(values, wanted, held, stray, mx_floor if rounds else bf16_floor)
 
     def biases(self, block: Block, expert: int | None, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """A block's biases in the order of the fused weights' rows, zeros where it has none; `widths` are theirs."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hf_neuron_moe.convert.layout.orientations import SOURCE, stored_forms
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, experts_in, is_gate_up
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept, experts_in, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import NeuronMoEError
@@ -22,11 +22,12 @@ def disagreements(manifest: Manifest) -> list[tuple[str, str]]:
         (weight, message)
         for weight, tensors in manifest.by_weight().items()
         if weight in manifest.weights
-        for message in _wrong(weight, manifest.weights[weight], tensors, manifest.options)
+        for message in _wrong(weight, manifest.weights[weight], tensors, manifest)
     ]
 
 
-def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], options: ConvertOptions) -> list[str]:
+def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], manifest: Manifest) -> list[str]:
+    options, permuted = manifest.options, tensors[0].layout in PERMUTED_WORDS.values()
     if any(tensor.layout == SOURCE for tensor in tensors):
         if len(tensors) > 1 or len(pieces) != 1 or tensors[0].name != weight:
             return ["copied, but not as one tensor of one source tensor"]
@@ -36,7 +37,9 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], o
         return messages
     experts = experts_in(pieces)
     shape = (max(piece.rows.stop for piece in pieces), _columns(pieces[0]))
-    fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces))
+    # Codes that could be kept may have been quantized again: versions before 6 did that.
+    codes = codes_kept(_both(weight, manifest), manifest.encodings) if permuted else ""
+    fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces), codes)
     reordered = [piece for piece in pieces if piece.interleaved or piece.up_first]
     alone = is_gate_up(weight) and len(pieces) == 1 and pieces[0].transposed is pieces[0].interleaved
     if reordered and (not alone or pieces[0].up_first is pieces[0].interleaved):
@@ -47,6 +50,16 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], o
     if not any(facts == _expected(fused, choice, options.orientations, len(tensors)) for choice in _possible(options)):
         return ["stored as tensors that these options do not make of it"]
     return []
+
+
+def _both(weight: str, manifest: Manifest) -> list[Piece]:
+    """The pieces of a block's two weights, which are permuted together; none where one is missing or is not."""
+    ends = ("gate_up_proj", "down_proj")
+    names = [weight.removesuffix(end) + other for end in ends for other in ends if weight.endswith(end)]
+    values = (tensor for tensor in manifest.tensors if tensor.weight in names and tensor.layout not in SCALES)
+    if {(tensor.weight, tensor.layout in PERMUTED_WORDS.values()) for tensor in values} != {(n, True) for n in names}:
+        return []
+    return [piece for name in names for piece in manifest.weights.get(name, ())]
 
 
 def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:

@@ -32,8 +32,14 @@ def read_operand(stored: WrittenTensor, scales_of: WrittenTensor | None, expert:
         # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
         return (values.t() if layout == "bf16_kernel" and expert is not None else values).float()
     scales = read(scales_of, expert).view(torch.uint8)
-    if layout.endswith("_moe_words"):
-        return _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=stored.scale_layout == "packed")
+    if layout.endswith("_words"):
+        matrix = _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=stored.scale_layout == "packed")
+        if not layout.endswith("_permuted_words"):
+            return matrix
+        if values.ndim == 3:
+            return matrix[:, _group_places(matrix.shape[1], 512)]
+        rows = _group_places(len(matrix) // 2, 512)
+        return matrix[torch.cat([rows, len(rows) + rows])][:, _group_places(matrix.shape[1], matrix.shape[1])]
     codes = values.view(torch.uint8)
     codes_FK = codes if layout.endswith("_fused_codes") else _natural(codes)
     block_K = k_positions(codes_FK.shape[1])[0] // 8
@@ -86,6 +92,14 @@ def _read_words(words: Tensor, scales: Tensor, *, fp4: bool, packed: bool) -> Te
     matrix_QtHj = lanes * _power(scales_QtH[partition // 8])[..., None]
     # i = t*512 + j*Q + q: [H, t, j, q]
     return matrix_QtHj.permute(2, 1, 3, 0).reshape(words.shape[2], -1)
+
+
+def _group_places(size: int, largest: int) -> Tensor:
+    """Where each value of a permuted axis lies: group q of a tile, in it s = 8r + i, at ``r*(tile/4) + 8q + i``."""
+    tile = min(size, largest)
+    place = torch.arange(size)
+    inside = place % tile
+    return place - inside + inside % 32 // 8 * (tile // 4) + inside // 32 * 8 + inside % 8
 
 
 def _unpack_rows(packed_QbX: Tensor, tiles: int) -> Tensor:

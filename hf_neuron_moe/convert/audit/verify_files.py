@@ -22,7 +22,7 @@ from hf_neuron_moe.convert.io.nonfinite import count_nonfinite
 from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, files_below
 from hf_neuron_moe.convert.io.source import read_header
 from hf_neuron_moe.convert.io.tensors import TORCH_DTYPES, open_tensors
-from hf_neuron_moe.convert.layout.orientations import FORWARD, MOE_WORDS, SCALES
+from hf_neuron_moe.convert.layout.orientations import FORWARD, SCALES, WORD_LAYOUTS
 from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
 from hf_neuron_moe.errors import ConversionError, naming
 
@@ -210,7 +210,7 @@ def _config_differences(path: Path, manifest: Manifest) -> Found:
 def _nonfinite(part: Tensor, tensor: WrittenTensor) -> int:
     if tensor.layout in SCALES or tensor.dtype == "F8_E8M0":
         return int((part == 255).sum())
-    if tensor.dtype == "F8_E4M3" or tensor.layout == MOE_WORDS["mxfp8"]:
+    if tensor.dtype == "F8_E4M3" or WORD_LAYOUTS.get(tensor.layout) == "mxfp8":
         return int((part & 0x7F == 0x7F).sum())
     if tensor.dtype == "F8_E5M2":
         return int((part & 0x7F >= 0x7C).sum())

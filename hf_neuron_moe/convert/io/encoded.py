@@ -61,6 +61,28 @@ def _grid(encoding: Encoding, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
 
 
+def mx_kind(encoding: Encoding) -> str:
+    """``"mxfp8"`` or ``"mxfp4"`` for codes of which 32 adjacent ones of a row share a power of two; "" for others."""
+    if encoding.codes.dtype != "F8_E4M3":
+        return "mxfp4"
+    whole = encoding.codes.shape[-1] % MX_BLOCK == 0 and encoding.block[1] % MX_BLOCK == 0
+    return "mxfp8" if whole and encoding.scales.dtype in BYTE_SCALES else ""
+
+
+def read_group_scales(read: ReadStored, encoding: Encoding, expert: int | None) -> torch.Tensor:
+    """Read the scale bytes of one matrix of MX codes, one per row and 32 columns: uint8 ``[N, K/32]``."""
+    rows, columns = encoding.block
+    axes = encoding.codes.shape[-3:-1] if encoding.codes.dtype == "U8" else encoding.codes.shape[-2:]
+    groups = (
+        axes[1]
+        if encoding.codes.dtype == "U8"
+        else axes[1] // (GROUP_BYTES if encoding.codes.dtype == "I8" else MX_BLOCK)
+    )
+    scales = _scales(read, encoding, expert, slice(0, -(-axes[0] // rows))).view(torch.uint8)
+    spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns // MX_BLOCK, 1)
+    return spread[: axes[0], :groups]
+
+
 def _misfit(tensor: SourceTensor, expected: str, got: object) -> ConversionError:
     fix = "Check that config.json belongs to these weights; download both again."
     return ConversionError.about(f"{tensor.file}: {tensor.name}", expected, got, fix)

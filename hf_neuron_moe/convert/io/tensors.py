@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hf_neuron_moe.convert.io.encoded import read_values, value_chunks
+from hf_neuron_moe.convert.io.encoded import read_group_scales, read_values, value_chunks
 from hf_neuron_moe.convert.io.source import TORCH_DTYPES, Encoding, SourceTensor, damaged, nbytes_of, read_header
 from hf_neuron_moe.convert.transaction import disk
 
@@ -49,6 +49,10 @@ class TensorReader:
         if name in self._encodings:
             return read_values(self._read_stored, self._encodings[name], expert, rows)
         return self._read_plain(file, name, expert, buffer, rows)
+
+    def read_scales(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Read the scale bytes of one matrix of MX codes, one per row and 32 columns."""
+        return read_group_scales(self._read_stored, self._encodings[name], expert)
 
     def _read_stored(self, stored: SourceTensor, expert: int | None, rows: slice | None) -> torch.Tensor:
         """Read a tensor of codes or scales as it lies in its file."""

@@ -15,6 +15,8 @@ from hf_neuron_moe.convert.layout.tensor_parallel import Part
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.formats import moe_mx
 from hf_neuron_moe.formats.constants import E2M1, E4M3FN, LANES, MX_BLOCK, PATCH_ROWS, ScaleRule, SwizzleScheme
+from hf_neuron_moe.formats.e8m0 import divide_by_scale_
+from hf_neuron_moe.formats.elements import encode_
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
 from hf_neuron_moe.formats.mx_operand import quantize_into
 from hf_neuron_moe.formats.scales import to_compact, to_oversized, to_packed
@@ -24,7 +26,7 @@ CHUNK_ELEMENTS = 1 << 22  # Elements of a chunk of rows
 TRANSPOSED_ROWS = 256
 """Rows transposed at a time: a multiple of a cache line's values, few enough for the copy to stay in the cache."""
 
-_FORMATS = {orientations.MOE_WORDS["mxfp8"]: E4M3FN, orientations.MOE_WORDS["mxfp4"]: E2M1}
+_FORMATS = {layout: {"mxfp8": E4M3FN, "mxfp4": E2M1}[kind] for layout, kind in orientations.WORD_LAYOUTS.items()}
 
 
 def encode(
@@ -46,9 +48,34 @@ def encode(
             quantized = moe_mx.quantize_moe_gate_up(weight_EH2I, fmt=fmt, rule=form.rule)
         else:
             quantized = moe_mx.quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=form.rule)
-        packed = scale_form.layout in orientations.MOE_PACKED_SCALES.values()
-        codes.copy_(quantized.words[0])
-        scales.copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
+        _store_words(quantized, scale_form, (codes, scales))
+
+
+def keep_codes(
+    matrix_FK: torch.Tensor,
+    scales_FG: torch.Tensor,
+    forms: Sequence[orientations.StoredForm],
+    places: Sequence[torch.Tensor],
+) -> None:
+    """Fill words and scales with the source's codes and scales; dividing its values by the scales rounds nothing."""
+    fmt, (F, K) = _FORMATS[forms[0].layout], matrix_FK.shape
+    words_FP = torch.empty(F, K // LANES, dtype=fmt.carrier)
+    for rows, chunk in _row_chunks(matrix_FK):
+        blocks = chunk.float().unflatten(1, (-1, MX_BLOCK))
+        codes = encode_(divide_by_scale_(blocks, scales_FG[rows][..., None]), fmt)
+        words_FP[rows] = moe_mx.group_words(codes.flatten(1), fmt)
+    parts = [words_FP, scales_FG]
+    if forms[0].part.gate_up:
+        parts = [part.unflatten(0, (2, -1)) for part in parts]
+    _store_words(moe_mx.arrange_moe_words(parts[0][None], parts[1][None], fmt), forms[1], places)
+
+
+def _store_words(
+    weight: moe_mx.MoEWeightMX, scale_form: orientations.StoredForm, places: Sequence[torch.Tensor]
+) -> None:
+    packed = scale_form.layout in orientations.MOE_PACKED_SCALES.values()
+    places[0].copy_(weight.words[0])
+    places[1].copy_((moe_mx.pack_moe_scales(weight.scales) if packed else weight.scales)[0])
 
 
 def copy_transposed(place_KF: torch.Tensor, matrix_FK: torch.Tensor) -> None:
@@ -71,11 +98,17 @@ def decode(
         if layouts[1] in orientations.MOE_PACKED_SCALES.values():
             scales = moe_mx.unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
         weight = moe_mx.MoEWeightMX(words[None], scales[None], _FORMATS[layout])
+        permuted = layout in orientations.PERMUTED_WORDS.values()
         if part.gate_up:
             values_2IH = moe_mx.dequantize_moe_gate_up(weight)[0].permute(1, 2, 0)
+            if permuted:
+                values_2IH = moe_mx.from_groups(values_2IH)
+                values_2IH = moe_mx.from_groups(values_2IH.mT, min(words.shape[-1], moe_mx.TILE)).mT
             yield 0, values_2IH.reshape(-1, words.shape[-2] * moe_mx.TILE)[rows]
         else:
-            yield 0, moe_mx.dequantize_moe_down(weight)[0].t()[rows]
+            values_HI = moe_mx.dequantize_moe_down(weight)[0].t()
+            tile = min(values_HI.shape[1], moe_mx.TILE)
+            yield 0, (moe_mx.from_groups(values_HI, tile) if permuted else values_HI)[rows]
         return
     quantized, natural = layout != orientations.BF16_SWIZZLED, layout == orientations.MX_FUSED_CODES
     values = stored[0].view(torch.uint8) if quantized else stored[0]

@@ -17,9 +17,13 @@ mxfp8_swizzled_codes       [(E,) K/4, 4F]                    MLP kernels, one ma
 mxfp8_packed_scales        [(E,) 128*ceil(K/2048), F]
 mxfp8_oversized_scales     [(E,) K/4, F]
 mxfp8_moe_words, mxfp4_... :mod:`~hf_neuron_moe.formats.moe_mx` ``moe_cte``'s MX implementations
+..._moe_permuted_words     the same, H and I permuted         the same, of an input that is permuted likewise
 ..._moe_scales             the same, one row per 8 partitions
 ..._moe_packed_scales      the same, four tiles in a buffer  ``use_packed_scales``
 ========================== ================================= =====================================================
+
+The permutation makes each group of the words one of 32 adjacent values of the source, whose codes and scales they then
+are (:func:`~hf_neuron_moe.formats.moe_mx.to_groups`).
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ MX_KERNEL_CODES = "mxfp8_swizzled_codes"
 MX_KERNEL_SCALES = "mxfp8_packed_scales"
 MX_OVERSIZED_SCALES = "mxfp8_oversized_scales"
 MOE_WORDS = {"mxfp8": "mxfp8_moe_words", "mxfp4": "mxfp4_moe_words"}
+PERMUTED_WORDS = {"mxfp8": "mxfp8_moe_permuted_words", "mxfp4": "mxfp4_moe_permuted_words"}
+WORD_LAYOUTS = {layout: precision for row in (MOE_WORDS, PERMUTED_WORDS) for precision, layout in row.items()}
 MOE_SCALES = {"mxfp8": "mxfp8_moe_scales", "mxfp4": "mxfp4_moe_scales"}
 MOE_PACKED_SCALES = {"mxfp8": "mxfp8_moe_packed_scales", "mxfp4": "mxfp4_moe_packed_scales"}
 
@@ -137,7 +143,7 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None 
 
 def matrix_shape(tensor: WrittenTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor of values holds, in its own orientation, zeros included."""
-    if tensor.layout in MOE_WORDS.values():
+    if tensor.layout in WORD_LAYOUTS:
         if is_gate_up(tensor.weight):
             *_, tiles, inner = tensor.shape
             return 2 * inner, tiles * TILE
@@ -228,6 +234,7 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
         if wrong:
             subject = f"size or scales of {weight.name}, for moe_cte's MX weights,"
             raise ConversionError.about(subject, expected, got, fix)
+    permuted = weight.codes == options.precision and _keeps_codes(weight, options, part)
     pair: tuple[int, ...]
     if part.gate_up:
         pair, tiles, partitions, columns, extra = (2,), H // TILE, PARTITIONS, inner, 0
@@ -239,11 +246,29 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     if where == "packed":
         rows, layouts = (PACKED_SLAB_ROWS, -(-tiles * TILE // PACKED_SLAB_K), *pair, columns), MOE_PACKED_SCALES
     precision, words = options.precision, (E, partitions, *pair, tiles, columns)
-    dtype, layout = _WORD_DTYPES[precision], MOE_WORDS[precision]
+    dtype, layout = _WORD_DTYPES[precision], (PERMUTED_WORDS if permuted else MOE_WORDS)[precision]
     return (
         StoredForm("", dtype, words, layout, part, where, FORWARD, extra, options.rule),
         StoredForm(SCALE_SUFFIX, "U8", (E, *rows), layouts[precision], part, where, FORWARD, extra),
     )
+
+
+def _keeps_codes(weight: FusedWeight, options: ConvertOptions, part: Part) -> bool:
+    """Whether the source's codes become the words; where they cannot, quantizing them again has to be allowed."""
+    kind = options.precision.upper()
+    for wrong, got, fix in (
+        (options.scale_rule is not None, f"scale rule {options.scale_rule}", "Leave --scale-rule out"),
+        (part.width % TILE and part.width > TILE, f"an intermediate size of {part.width}", "Use --pad"),
+        (part.start % MX_BLOCK or part.stop % MX_BLOCK, f"values {part.start} to {part.stop}", "Use fewer ranks"),
+    ):
+        if wrong and options.allow_inexact:
+            return False
+        if wrong:
+            subject = f"{kind} codes of {weight.name}, for moe_cte's words,"
+            expected = "kept: whole groups of 32 per rank, 512s of the intermediate size, no scale rule"
+            fix += ", or use --allow-inexact to quantize the decoded values again."
+            raise ConversionError.about(subject, expected, got, fix)
+    return True
 
 
 def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:

@@ -15,12 +15,13 @@ import torch
 
 from hf_neuron_moe.convert.io.nonfinite import Place, check_or_count
 from hf_neuron_moe.convert.io.source import nbytes_of
-from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
-from hf_neuron_moe.convert.layout.orientations import SCALES, StoredForm, bf16_layout, matrix_shape
+from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode, keep_codes
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, StoredForm, bf16_layout, matrix_shape
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, halves_in
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import naming
+from hf_neuron_moe.formats.constants import E8M0_BIAS, MX_BLOCK
 
 # Dtypes a weight to convert may have on disk.
 WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -36,7 +37,8 @@ READ_BYTES = 1 << 22  # Bytes of a source tensor read at a time: what is read is
 
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 # Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert of a piece that holds all.
-ReadPiece = Callable[[Piece, int | None, slice], torch.Tensor]
+# Without rows, the scale bytes of a matrix of MX codes, one per row and 32 columns as the codes lie.
+ReadPiece = Callable[[Piece, int | None, slice | None], torch.Tensor]
 # Reads the i-th tensor of a converted weight; with an expert index, that expert's part.
 ReadStored = Callable[[int, int | None], torch.Tensor]
 
@@ -111,6 +113,10 @@ def store(
     matrix_FK = tensors[-1] if view is None else view(stored[0])
     if part.padding:
         matrix_FK.zero_()
+    scales_FG = None
+    if forms[0].layout in PERMUTED_WORDS.values():
+        F, K = part.shape
+        scales_FG = torch.full((F, K // MX_BLOCK), E8M0_BIAS, dtype=torch.uint8)  # of zeros, where nothing else belongs
     for expert in range(weight.shape[0]) if weight.has_experts else (None,):
         for piece in (piece for piece in weight.pieces if piece.expert in (None, expert)):
             index = expert if piece.holds_experts else None
@@ -124,7 +130,16 @@ def store(
                     values = _rows_first(values, piece)
                     place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
                     rounded[piece.source] += _copy(place, values)
-        if view is None:
+            if scales_FG is not None:
+                with naming("convert"):
+                    read_scales = read(piece, index, None)
+                for block in part.blocks(piece.rows):
+                    groups = slice(block.columns.start // MX_BLOCK, block.columns.stop // MX_BLOCK)
+                    scales = read_scales[piece.source_rows(block.rows), groups]
+                    scales_FG[block.row : block.row + scales.shape[0], : scales.shape[1]] = scales
+        if scales_FG is not None:
+            keep_codes(matrix_FK, scales_FG, forms, stored)
+        elif view is None:
             encode(matrix_FK, forms, stored, gate_up=weight.halves > 0)
         yield stored
 

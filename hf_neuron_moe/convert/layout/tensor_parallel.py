@@ -8,10 +8,12 @@ H hidden, I intermediate of the model, F and K rows and columns of a matrix: gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_neuron_moe.convert.io.encoded import mx_kind
+from hf_neuron_moe.convert.io.source import Encoding
 from hf_neuron_moe.convert.manifest import Piece
 from hf_neuron_moe.errors import ConversionError
 
@@ -25,6 +27,9 @@ class FusedWeight:
     name: str  # Its name in the converted checkpoint
     shape: tuple[int, ...]  # ``[F, K]`` or ``[E, F, K]``
     pieces: tuple[Piece, ...]  # The source tensors that fill it; all of one dtype
+    codes: str = ""
+    """``"mxfp8"`` or ``"mxfp4"`` where this and the block's other weight are such codes in the source, with a power of
+    two for each 32 adjacent values of the contraction axis."""
 
     @property
     def halves(self) -> int:
@@ -62,6 +67,18 @@ def experts_in(pieces: Sequence[Piece]) -> int | None:
     if pieces[0].holds_experts:
         return pieces[0].experts
     return None if pieces[0].expert is None else 1 + max(piece.expert or 0 for piece in pieces)
+
+
+def codes_kept(pieces: Sequence[Piece], encodings: Mapping[str, Encoding]) -> str:
+    """The precision whose words can hold the codes of all these pieces, whose rows lie along the contraction axis."""
+
+    def kind(piece: Piece) -> str:
+        encoding = encodings.get(piece.source)
+        along = encoding is not None and encoding.transposed is piece.transposed and not piece.stacked
+        return mx_kind(encoding) if encoding is not None and along else ""
+
+    kinds = {kind(piece) for piece in pieces}
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 class Block(NamedTuple):
