@@ -31,7 +31,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported.md"
 BEGIN, END = "<!-- census: begin -->\n", "<!-- census: end -->\n"
 PRELOADED = (
     "hf_neuron_moe.patching.api",
+    "hf_neuron_moe.backends.torch.backend",
     "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
     "transformers.integrations.moe",
     "torch._dynamo",
 )

@@ -143,6 +143,8 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> dict[str
     filled: set[str] = set()
     for name in sorted(source.tensors, key=natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:  # then it is no name to change
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
         converter = by_pattern[pattern] if pattern is not None else None
         targets = {target}
         if converter is not None:  # which may split its input over several

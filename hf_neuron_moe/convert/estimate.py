@@ -32,7 +32,7 @@ from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES
 from hf_neuron_moe.convert.layout.orientations import stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES, Scratch, scratch_bytes, store
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, header_metadata
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, grouped, header_metadata
 from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
@@ -190,17 +190,13 @@ def _compute_seconds(
 
 def _decoding_seconds(plan: ConversionPlan, weights: Collection[str], workers: int) -> float:
     """Seconds that decoding the sources of these weights and copied tensors takes, where they are codes."""
-    found = {piece.source for name in weights for piece in plan.pieces[name]} & plan.source.encodings.keys()
-    costs: dict[tuple[object, ...], float] = {}
-    seconds = 0.0
-    for encoding in (plan.source.encodings[name] for name in sorted(found)):
-        shape = values_shape(encoding)
-        kind = (encoding.codes.dtype, encoding.scales.dtype, encoding.block, encoding.transposed, shape[-2:])
-        if kind not in costs:
-            with working(workers):
-                costs[kind] = _decoding_cost(encoding)
-        seconds += costs[kind] * math.prod(shape)
-    return seconds / min(workers, cores())
+    found = {piece.source for name in weights for piece in plan.pieces[name]}
+    used = (encoding for name, encoding in plan.source.encodings.items() if name in found)
+    alike = grouped(used, lambda e: (e.codes.dtype, e.scales.dtype, e.block, e.transposed, values_shape(e)[-2:]))
+    with working(workers):
+        return sum(
+            _decoding_cost(group[0]) * sum(math.prod(values_shape(each)) for each in group) for group in alike.values()
+        ) / min(workers, cores())
 
 
 def _decoding_cost(encoding: Encoding) -> float:

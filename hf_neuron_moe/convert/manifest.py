@@ -136,8 +136,7 @@ class Network:
     """What the block of two weights computes with them, where that is not ``silu(gate) * up`` without biases."""
 
     gate: dict[str, Any]  # Numbers of its gate that are not those of ``silu(gate) * up``, by their names
-    biases: tuple[str, ...] = ()
-    """Source tensors of biases, copied as they are: of each projection before the product, then down's; "" for none."""
+    biases: tuple[str, ...] = ()  # Source tensors, of projections in their order, down's last; "" for one without
 
 
 @dataclass(frozen=True)
@@ -283,9 +282,9 @@ def load_manifest(directory: Path) -> Manifest:
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 5 recorded no gates and had no permuted words. Version 4 had no quantized or interleaved sources. Version 3
-    did not say what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales
-    packed in kernel layout.
+    Version 5 had no gates and no permuted words, version 4 no quantized or interleaved sources. Version 3 did not say
+    what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in
+    kernel layout.
     """
     if version < 3:
         for entry in content["tensors"]:
@@ -331,8 +330,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     if not all(map(is_natural, manifest.source_files.values())):
         yield "source files with sizes that are none"
     for module, network in manifest.networks.items():
-        numbers_or_words = all(isinstance(value, (int, float, str)) for value in network.gate.values())
-        if not (numbers_or_words and {*network.biases} - {""} <= manifest.weights.keys()):
+        typed = all(isinstance(value, str if name == "act" else (int, float)) for name, value in network.gate.items())
+        if not (typed and {*network.biases} - {""} <= manifest.weights.keys()):
             yield f"module {module!r} with gate {network.gate} and biases {network.biases}"
     for name, left in (manifest.left or {}).items():
         if not (is_name(name) and is_natural(left.tensors) and is_natural(left.nbytes)):

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,18 +102,15 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     left = _left(refused, assignments, copied)
-    allowed = frozenset(c.name for c in candidates if c.name in left and (not c.gated or _is_kept(c.name, options)))
+    kept = {c.name for c in candidates if options.quantized and _precision(c, options) == "bf16"}  # by the caller
+    allowed = frozenset(c.name for c in candidates if not c.gated or c.name in kept)
     networks = {each.name: network for each in taken if (network := _network(each, assignments)) is not None}
     tensors = _lay_out(weights, copied, options)
     return ConversionPlan(source, options, weights, copied, tensors, left, networks, allowed)
 
 
-def _is_kept(module: str, options: ConvertOptions) -> bool:
-    """Whether a glob of the caller's names the module as one that stays bf16."""
-    precision = options.precision
-    return isinstance(precision, PrecisionMap) and any(
-        fnmatchcase(module, glob) and precision[glob] == "bf16" for glob in precision.globs
-    )
+def _precision(candidate: Candidate, options: ConvertOptions) -> str:
+    return str(options.of(f"{_prefix(candidate.name)}down_proj").precision)
 
 
 def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weights: dict[str, FusedWeight]) -> None:
@@ -139,7 +135,7 @@ def _check_mx(options: ConvertOptions, candidates: list[Candidate]) -> None:
     """Refuse MX for blocks whose weights could not be loaded as codes, before anything is written."""
     reasons = {}
     for each in candidates:
-        reason, precision = no_codes(each), options.of(f"{_prefix(each.name)}weight").precision
+        reason, precision = no_codes(each), _precision(each, options)
         if reason is not None and (precision == "mxfp8" or (precision == "mxfp4" and each.kind == EXPERTS)):
             reasons[each.name] = reason
     if reasons:
@@ -170,30 +166,24 @@ def _left(
 def _convertible(candidate: Candidate) -> Candidate:
     """The candidate, refused where gate and up rows of the source alternate in a way that no piece describes."""
     roles, form = candidate.roles, candidate.form
-    alternate = form is not None and form.interleaved and not form.transposed
-    alternate = alternate or (roles is not None and roles.interleaved)
-    if candidate.reason is not None or not alternate:
-        return candidate
-    return replace(candidate, reason="no converted layout is known for alternating rows of gate and up")
+    alternate = roles.interleaved if roles is not None else form is not None and form.interleaved > form.transposed
+    reason = "no converted layout is known for alternating rows of gate and up" if alternate else None
+    return replace(candidate, reason=candidate.reason or reason)
 
 
 def no_codes(candidate: Candidate) -> str | None:
     """Why a module that can be patched cannot be loaded with MX codes; None where it can."""
     form, roles = candidate.form, candidate.roles
-    has: dict[str, object] = {}
-    if form is not None:
-        has = {
-            "without a gate projection": not form.gate.gated,
-        }
-    elif roles is not None:
-        has = {
-            "with biases": roles.biased,
-            "with layers in classes of their own": roles.roots != roles.linears,
-            "with layers in front of it": roles.before,
-            "with dropout after it": roles.after,
-        }
+    if roles is None:
+        return "experts without a gate projection" if form is not None and not form.gate.gated else None
+    has = {
+        "biases": roles.biased,
+        "layers in classes of their own": roles.roots != roles.linears,
+        "layers in front of it": roles.before,
+        "dropout after it": roles.after,
+    }
     found = [what for what, there in has.items() if there]
-    return f"{'experts' if roles is None else 'an MLP'} {' and '.join(found)}" if found else None
+    return f"an MLP with {' and '.join(found)}" if found else None
 
 
 def _network(candidate: Candidate, assignments: dict[str, Assignment]) -> Network | None:
@@ -218,29 +208,24 @@ def _prefix(module: str) -> str:
 def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model: PreTrainedModel) -> list[FusedWeight]:
     """The fused gate_up and down weights of one module that can be patched; of one without a gate, up and down."""
     prefix, roles, form = _prefix(candidate.name), candidate.roles, candidate.form
-    first = "gate_up_proj" if candidate.gate.gated else "up_proj"
-    # Of one parameter: how its matrices lie.
-    form_of: dict[str, Any] = {"up_first": roles is not None and roles.up_first}
-    if roles is not None:
-        suffix, members = ".weight", {first: [f"{name}.weight" for name in roles.inputs]}
-        members["down_proj"] = [f"{roles.down}.weight"]
+    stacked = candidate.sizes[0] if form is not None and form.stacked else 0
+    if form is not None:  # and how the matrices of its parameters lie
+        suffix, inputs, down = "", form.inputs, form.down
+        first_lie: dict[str, Any] = {"transposed": form.transposed, "interleaved": form.interleaved, "stacked": stacked}
+        down_lie: dict[str, Any] = {"transposed": form.transposed or form.stacked, "stacked": stacked}
     else:
-        assert form is not None, "a module that can be patched has roles or a form"
-        suffix, members = "", {first: list(form.inputs), "down_proj": [form.down]}
-        form_of = {"transposed": form.transposed, "interleaved": form.interleaved}
-        if form.stacked:
-            form_of = {"stacked": candidate.sizes[0]}
+        assert roles is not None, "a module that can be patched has roles or a form"
+        suffix, inputs, down = ".weight", tuple(f"{name}.weight" for name in roles.inputs), f"{roles.down}.weight"
+        first_lie, down_lie = {"up_first": roles.up_first}, {}
+    first = "gate_up_proj" if candidate.gate.gated else "up_proj"
     weights = []
-    for role, names in members.items():
-        if role == "down_proj":
-            form_of = {**form_of, "interleaved": False, "up_first": False}
-            form_of["transposed"] = form is not None and (form.transposed or form.stacked)
+    for role, names, form_of in ((first, inputs, first_lie), ("down_proj", (down,), down_lie)):
         pieces: list[Piece] = []
         for name in names:
             start = pieces[-1].rows.stop if pieces else 0  # the parameter's first row in the fused weight
             shape = tuple(model.get_parameter(prefix + name).shape)
             pieces += _pieces(prefix + name, assignments.get(prefix + name), shape, start, form_of)
-        experts = () if roles is not None else (candidate.sizes[0] if form is not None and form.stacked else shape[0],)
+        experts = () if form is None else (stacked or shape[0],)
         rows, columns = pieces[-1].rows.stop, pieces[-1].matrix[0 if pieces[-1].transposed else 1]
         weight = FusedWeight(prefix + role + suffix, (*experts, rows, columns), tuple(pieces))
         dtypes = sorted({piece.dtype for piece in pieces})

@@ -40,7 +40,8 @@ class DenseRoles:
     """Further arguments that decide a branch of forward: name, place after the input (None: by keyword only), default.
     Another value than the default is an error."""
     before: tuple[str, ...] = ()  # names of the modules through which the input goes first, in order
-    after: tuple[str | float, ...] = ()  # dropouts of the result, in order: an attribute's name or a probability
+    after: tuple[str | float, ...] = ()
+    """Steps after the operator, in order: the name of a dropout or of a parameter (a factor), or a probability."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -56,12 +57,6 @@ class DenseRoles:
     def gate_first(self) -> bool:
         """Whether gate rows come before up rows, as in the kernels' fused weight."""
         return not self.up_first and not self.interleaved
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a SwiGLU of linear layers of its own, without biases, and gate rows come first."""
-        plain = self.gate == SWIGLU and self.gate_first and not self.biased
-        return plain and self.roots == self.linears and not self.before and not self.after
 
     @property
     def surrounded(self) -> bool:

@@ -95,9 +95,8 @@ def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig,
         norm, rows = copy.deepcopy(getattr(module, form.post_norm)).to("meta"), top_k
         weight = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
         beside = saved_beside(lambda y_RH: norm(y_RH) * weight, H, dtype) + torch.float32.itemsize  # of its own weight
-    sizes = (H, I, top_k, config.backend)
-    shape = SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size, gate=form.gate)
-    return replace(shape, rows=rows, beside=beside)
+    shape = SavedBlock(config.precision, H, I, top_k, config.backend, experts=E, gate=form.gate)
+    return replace(shape, block_size=config.block_size, rows=rows, beside=beside)
 
 
 def compute_experts(

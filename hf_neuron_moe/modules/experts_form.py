@@ -69,11 +69,6 @@ class ExpertsForm:
         return self.call == STACKED
 
     @property
-    def plain(self) -> bool:
-        """Whether the operator alone computes it, from ids and weights, without biases or anything after it."""
-        return self.routed and not self.biased and self.post_norm is None
-
-    @property
     def stock_only(self) -> str | None:
         """Why the parameters cannot have the kernel layout; None where they can."""
         if self.call == SHARED:

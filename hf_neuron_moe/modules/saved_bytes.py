@@ -118,17 +118,15 @@ def recomputed_flops(shape: SavedBlock, keep: str) -> int:
 
 def saved_beside(function: Callable[[Tensor], Tensor], hidden: int, dtype: torch.dtype) -> float:
     """Return the bytes that autograd saves per row of ``[R, H]`` through `function`, whose modules are on meta."""
-    sizes = []
-    for rows in (2, 4):
-        kept: dict[int, torch.UntypedStorage] = {}
 
-        def pack(tensor: Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage  # alive, so that no other one gets its address
-            return tensor
-
+    def of(rows: int) -> int:
+        kept: list[torch.UntypedStorage] = []  # alive, so that no other one gets the address of one of them
         x = torch.empty((rows, hidden), dtype=dtype, device="meta", requires_grad=True)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: kept.append(saved.untyped_storage()), lambda _: x
+        )
+        with torch.enable_grad(), hooks:
             function(x)
-        sizes.append(sum(storage.nbytes() for storage in kept.values()))
-    return (sizes[1] - sizes[0]) / 2
+        return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
+
+    return (of(4) - of(2)) / 2

@@ -130,8 +130,11 @@ class NeuronSwiGLUMLP(NeuronBlock):
         for name in roles.before:
             hidden_states = self._attribute(name)(hidden_states)
         result = self._compute(hidden_states)
-        for dropout in roles.after:
-            held = self._attribute(dropout) if isinstance(dropout, str) else dropout
+        for step in roles.after:
+            held = self._parameters.get(step, self._attribute(step)) if isinstance(step, str) else step
+            if isinstance(held, Tensor):
+                result = result * held
+                continue
             result = held(result) if isinstance(held, nn.Module) else F.dropout(result, held, self.training)
         return result
 

@@ -104,7 +104,7 @@ class _Matcher:
         """Return the roles; what only the instance says is left out."""
         result = result[1] if result[0] == "cast" and result[2] == "back" else result
         after: list[str | float] = []
-        while result[0] == "dropout":
+        while result[0] in ("dropout", "weighted"):
             after.insert(0, result[1])
             result = result[2]
         _refuse_factor(result)

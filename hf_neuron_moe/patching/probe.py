@@ -107,9 +107,11 @@ def _dense_stand_in(
         root, _, inner = name.partition(".")
         layer = _linear(weight, bias)
         children[root] = stand_in(getattr(module, root), {inner: layer}, {}) if inner else layer
-    numbers = {name: 0.0 for name in roles.after if isinstance(name, str) and name not in module._modules}
+    factors = {name: torch.ones(1) for name in roles.after if name in module._parameters}
+    others = [name for name in roles.after if isinstance(name, str) and name not in factors]
+    numbers = {name: 0.0 for name in others if name not in module._modules}
     dropouts = {name: nn.Identity() for name in roles.after if name in module._modules}
-    shell = stand_in(module, children={**children, **dropouts}, parameters={})
+    shell = stand_in(module, children={**children, **dropouts}, parameters=factors)
     shell.__dict__.update(numbers)
     if isinstance(roles.half_size, str):
         _set_size(shell, roles.half_size)

@@ -245,6 +245,10 @@ class Reader:
             if type(factor) in (int, float):
                 value = self.evaluate(other)
                 return value if factor == 1 else ("scaled", bare(value), factor, f"{line(left)} * {line(right)}")
+            name = self.constants.path(one)
+            own = None if self.module is None or name is None else self.module._parameters.get(name)
+            if own is not None and own.shape == (1,):
+                return ("weighted", name, self.evaluate(other))
         return product(self.evaluate(left), self.evaluate(right))
 
     def add(self, left: ast.expr, right: ast.expr) -> Expression | None:

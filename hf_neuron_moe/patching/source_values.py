@@ -34,6 +34,7 @@ Expression = tuple[Any, ...]
 ("stripe", whole, index)       its even (0) or odd (1) entries along its last dimension
 ("pair", kind, whole)          both halves or stripes, in order
 ("grid", kind, whole)          the last dimension unflattened to ``(2, I)`` (halves) or ``(I, 2)`` (stripes)
+("weighted", name, argument)   times ``self.<name>``, a parameter of one number
 ("size", whole, place)         its size along a dimension, counted from the end
 ("dropout", name, argument)    dropout by a module or probability of the instance, or by a number
 """

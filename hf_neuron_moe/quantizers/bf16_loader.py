@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.formats.swizzle import unswizzle
-from hf_neuron_moe.modules.block import put_parameter
+from hf_neuron_moe.modules.block import put_parameter, stock_slot
 from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
-UP = "up_proj"
-"""Name of the first weight of experts without a gate, where others have gate_up."""
+UP = "up_proj"  # Name of the first weight of experts without a gate, where others have gate_up
 
 
 class Bf16Loader(nn.Module):
@@ -30,9 +29,8 @@ class Bf16Loader(nn.Module):
         self.tensors = dict(tensors)
         original = candidate.module
         dtype = next(original.parameters()).dtype
-        self.names = {GATE_UP: GATE_UP if candidate.gate.gated else UP, DOWN: DOWN}
-        if candidate.roles is not None:
-            self.names = {role: f"{name}.weight" for role, name in self.names.items()}
+        suffix = "" if candidate.roles is None else ".weight"
+        self.names = {GATE_UP: (GATE_UP if candidate.gate.gated else UP) + suffix, DOWN: DOWN + suffix}
         for role, stored in tensors.items():
             self._hold(self.names[role], torch.empty(stored.tensor.shape, dtype=dtype, device="meta"))
         # What the module has beside the weights, such as biases, norms and a router, stays in its source form.
@@ -42,20 +40,16 @@ class Bf16Loader(nn.Module):
         state = original.state_dict(keep_vars=True)
         self.others = [name for name in state if name not in replaced]
         for name in self.others:
-            self._hold(name, torch.empty_like(state[name], device="meta"), isinstance(state[name], nn.Parameter))
+            self._hold(name, torch.empty_like(state[name], device="meta"))
 
-    def _hold(self, name: str, value: Tensor, trainable: bool = True) -> None:
-        """Register `value` under a path, making modules on the way."""
+    def _hold(self, name: str, value: Tensor) -> None:
+        """Register `value`, of a parameter or buffer, under a path, making modules on the way."""
         home: nn.Module = self
         for part in name.split(".")[:-1]:
             if part not in home._modules:
                 home.add_module(part, nn.Module())
             home = home.get_submodule(part)
-        leaf = name.rpartition(".")[2]
-        if trainable:
-            home.register_parameter(leaf, nn.Parameter(value))
-        else:
-            home.register_buffer(leaf, value)
+        home.register_parameter(name.rpartition(".")[2], nn.Parameter(value, value.is_floating_point()))
 
     def role(self, role: str) -> nn.Parameter:
         """Return the parameter of a role."""
@@ -65,13 +59,12 @@ class Bf16Loader(nn.Module):
         """Give the original module the loaded weights and return it; `layout` as in :func:`give_weights`."""
         gate_up, down = (self._forward_matrix(role) for role in (GATE_UP, DOWN))
         module = give_weights(self.candidate, gate_up, down, layout).train(self.training)
-        state = self.state_dict(keep_vars=True)
         for name in self.others:
-            if isinstance(state[name], nn.Parameter):
-                put_parameter(module, name, state[name])
+            owner, leaf = stock_slot(module, name)
+            if leaf in owner._buffers:
+                owner._buffers[leaf] = self.get_parameter(name).data
             else:
-                owner, _, leaf = name.rpartition(".")
-                module.get_submodule(owner).register_buffer(leaf, state[name])
+                owner._parameters[leaf] = self.get_parameter(name)
         return module
 
     def _forward_matrix(self, role: str) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.experts import ExpertsBlock
+from hf_neuron_moe.modules.experts import ExpertsBlock, NeuronExperts
 from hf_neuron_moe.modules.experts_calls import SHARED, STACKED
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
@@ -37,6 +37,11 @@ def patched_blocks(model: nn.Module) -> dict[str, NeuronBlock]:
 def has_experts(block: NeuronBlock) -> bool:
     """Whether tokens are routed to experts in `block`."""
     return isinstance(block, ExpertsBlock | QuantizedExperts)
+
+
+def gets_ids(block: NeuronBlock) -> bool:
+    """Whether each token's experts are an argument of a call."""
+    return isinstance(block, NeuronExperts | QuantizedExperts)
 
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:

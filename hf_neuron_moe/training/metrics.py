@@ -66,7 +66,7 @@ class TrainingMonitor:
         self.counts = {
             name: ExpertCount(self.sizes[name][0], block.neuron_config.block_size, blocks.device_of(block))
             for name, block in self.blocks.items()
-            if blocks.has_experts(block)
+            if blocks.gets_ids(block)
         }
         self.tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from transformers import (
     MoonshineForConditionalGeneration,
     MuseSparkTextConfig,
     PreTrainedModel,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
 )
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.audit.compare import Comparison, _output, blocks_of
+from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.errors import ConversionError
@@ -33,6 +37,7 @@ FAMILIES = (
     "gemma3",  # gelu_tanh
     "llama_biased",
     "gemma4",
+    "deepseek_v4",  # clamps; some names in its files look as if they were to be changed
     "gpt_oss",  # biases, gate and up alternate
     "nemotron_h",  # no gate
     "muse_spark",  # a norm after each expert
@@ -41,8 +46,9 @@ FAMILIES = (
     "dbrx",  # matrices of all experts below one another
     "jetmoe",  # router and bias in the same module
     "moonshine",  # biases, rows of up first
+    "step3p7",  # gate and up of all experts as a tensor each, clamps
 )
-SLOW = ("gemma4", "gpt_oss")
+SLOW = ("gemma4", "gpt_oss", "deepseek_v4")
 STOCK_ONLY = ("dbrx", "jetmoe")
 BOTH = [
     pytest.param(family, layout, marks=pytest.mark.slow if layout == "fused" or family in SLOW else ())
@@ -62,7 +68,42 @@ MOONSHINE = {
     "pad_token_id": 0,
     "decoder_start_token_id": 1,
 }
-HEADS = {"muse_spark": AutoModel, "moonshine": MoonshineForConditionalGeneration}
+STEP = {
+    "text_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_sliding_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "share_expert_dim": 24,
+        "mlp_layer_types": ["sparse", "dense"],
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": 8,
+        "swiglu_limits": [0.5, None],
+        "pad_token_id": 0,
+        "max_position_embeddings": 64,
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "mlp_ratio": 1.5,
+    },
+    "image_token_id": 1,
+}
+HEADS: dict[str, Any] = {
+    "muse_spark": AutoModel,
+    "moonshine": MoonshineForConditionalGeneration,
+    "step3p7": Step3p7ForConditionalGeneration,
+}
 """What opens a family that is no causal language model."""
 
 
@@ -70,9 +111,11 @@ def made(family: str, folder: Path) -> Path:
     """Write a tiny bf16 checkpoint of a family."""
     if family in HEADS:
         torch.manual_seed(7)
-        model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
-        if family == "moonshine":
-            model = MoonshineForConditionalGeneration(MoonshineConfig(**MOONSHINE))
+        if family == "muse_spark":
+            model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
+        else:
+            config = MoonshineConfig(**MOONSHINE) if family == "moonshine" else Step3p7Config(**STEP)
+            model = HEADS[family](config)
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if "mlp" in name:
@@ -94,10 +137,10 @@ def output(model: PreTrainedModel) -> torch.Tensor:
         if isinstance(model, MoonshineForConditionalGeneration):
             sound = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).bfloat16()
             return model(input_values=sound, decoder_input_ids=tokens()).logits
-        return model(tokens())[0]
+        return model(input_ids=tokens())[0]
 
 
-FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx")
+FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx", "step3p7")
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
@@ -116,7 +159,7 @@ def test_the_figure_of_the_output_is_of_the_block_s_own_function(family: str, tm
             for expert in comparison.experts_of(block.down):
                 pair = comparison.original(block.gate_up, expert), comparison.original(block.down, expert)
                 x = 3 * torch.randn(5, pair[1].shape[0], dtype=torch.float64)
-                gate, biases = comparison.network(block).gate, comparison.biases(block, expert, (len(pair[0]), 32))
+                gate, biases = block.network.gate, comparison.biases(block, expert, (len(pair[0]), 32))
                 found = _output(x, [pair], halves, gate, biases)
                 routing = [] if expert is None else [torch.full((5, 1), expert), torch.ones(5, 1).double()]
                 expected = module(x if family != "dbrx" else x[None], *routing).reshape(x.shape)
@@ -139,6 +182,8 @@ def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> 
     report = verify_checkpoint(tmp_path / "dst", source, probes=0)
     assert report.ok, str(report)
     assert all(probe.output >= 200 for probe in report.probes) and report.probes
+    facts = inspect_checkpoint(tmp_path / "dst", source).tensors
+    assert {fact.sqnr for fact in facts} == {None, math.inf}
     weights = "kernel" if layout == "kernel" and family not in STOCK_ONLY else "stock"
     stock, converted = opened(family, source), opened(family, tmp_path / "dst")
     state = stock.state_dict()
@@ -161,4 +206,7 @@ def test_what_has_no_codes_is_named_before_anything_is_written(family: str, part
     source = made(family, tmp_path / "source")
     with refused(ConversionError, "precision", f"{part}.*--keep-bf16 'model.layers"):
         convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8"))
+    first, second = "model.layers.0.m*", r"model\.layers\.[12]\.\w+(\.experts)?: "
+    with refused(ConversionError, "precision", second):
+        convert_checkpoint(source, tmp_path / "dst", ConvertOptions({"*": "mxfp8", first: "bf16"}))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

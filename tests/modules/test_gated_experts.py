@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    BeamConfig,
     DiffusionGemmaTextConfig,
     GptOssConfig,
     HYV4Config,
@@ -27,7 +26,6 @@ from transformers import (
     NemotronHConfig,
     OpenAIPrivacyFilterConfig,
 )
-from transformers.models.beam.modeling_beam import BeamExperts
 from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
 from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaTextExperts
@@ -37,15 +35,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
 from transformers.models.inkling.configuration_inkling import InklingTextConfig
 from transformers.models.inkling.modeling_inkling import InklingSharedExperts
-from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
-from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
-from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
-from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
@@ -79,11 +73,23 @@ def _eager(config: Any) -> Any:
     return config
 
 
+def _limited(module: nn.Module) -> nn.Module:
+    module.limit = 1.0  # no option of the configuration in transformers 5.17
+    return module
+
+
+def _newer(family: str, name: str, **sizes: Any) -> nn.Module:
+    """Experts of a family that transformers 5.17 does not have."""
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}", reason=f"there is no {family}")
+    config = getattr(module, f"{name}TextConfig", None) or getattr(module, f"{name}Config")
+    return getattr(module, f"{name}Experts")(_eager(config(**sizes)))
+
+
 _MINIMAX = {**_FUSED, "swiglu_limit": 1.0, "swiglu_alpha": 1.702}
 ROUTED: dict[str, tuple[Callable[[], nn.Module], Gate]] = {
-    "gpt_oss": (lambda: GptOssExperts(_eager(GptOssConfig(**_FUSED, swiglu_limit=1.0))), _OFFSET),
+    "gpt_oss": (lambda: _limited(GptOssExperts(_eager(GptOssConfig(**_FUSED)))), _OFFSET),
     "openai_privacy_filter": (
-        lambda: OpenAIPrivacyFilterExperts(_eager(OpenAIPrivacyFilterConfig(**_FUSED, swiglu_limit=1.0))),
+        lambda: _limited(OpenAIPrivacyFilterExperts(_eager(OpenAIPrivacyFilterConfig(**_FUSED)))),
         _OFFSET,
     ),
     "glm5_next": (lambda: Glm5NextTextExperts(_eager(Glm5NextTextConfig(**_LOCAL, swiglu_limit=1.0))), _CLAMPED),
@@ -94,14 +100,14 @@ ROUTED: dict[str, tuple[Callable[[], nn.Module], Gate]] = {
         Gate("squared_relu", gated=False),
     ),
     "inkling2": (
-        lambda: Inkling2Experts(_eager(Inkling2TextConfig(**_ROUTED, mlp_gate_softcap=1.0, mlp_up_softcap=2.0))),
+        lambda: _newer("inkling2", "Inkling2", **_ROUTED, mlp_gate_softcap=1.0, mlp_up_softcap=2.0),
         Gate(gate_softcap=1.0, up_softcap=2.0),
     ),
     "muse_spark": (
-        lambda: MuseSparkExperts(_eager(MuseSparkTextConfig(**_LOCAL, moe_hidden_size=H, num_attention_heads=2))),
+        lambda: _newer("muse_spark", "MuseSpark", **_LOCAL, moe_hidden_size=H, num_attention_heads=2),
         Gate(),
     ),
-    "beam": (lambda: BeamExperts(_eager(BeamConfig(num_experts=E, hidden_size=H, moe_intermediate_size=I))), Gate()),
+    "beam": (lambda: _newer("beam", "Beam", num_experts=E, hidden_size=H, moe_intermediate_size=I), Gate()),
     "diffusion_gemma": (_diffusion_gemma, Gate("gelu_tanh")),
     "step3p7": (
         lambda: Step3p7Experts(Step3p7TextConfig(**_LOCAL), swiglu_limit=0.75),

@@ -55,6 +55,8 @@ def test_a_long_dense_call_in_bf16_runs_on_torch_where_that_is_allowed(machine: 
     model = tiny_model("llama", num_hidden_layers=1).bfloat16()
     report = patch_model(model, {"backend": "neuron", "fallback": "torch"})
     assert "calls of more than 32 tokens run on torch" in report.patched[0].notes
+    label = "computed by the bf16 kernels of experts as one expert with affinity 1"
+    assert any(note.startswith(label) for note in report.patched[0].notes) and label in str(report)
     with pytest.warns(NeuronMoEWarning, match="more than 32 tokens"):
         model(input_ids=ids)
     assert not double.launches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ def functions(model: nn.Module) -> list[object]:
     return [layer.__dict__.get("_gradient_checkpointing_func") for layer in model.model.layers]
 
 
+def name_of(model: nn.Module) -> str:
+    """What the methods are called; transformers 5.17 knows the old name only."""
+    return "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+
+
+def switch_on(model: nn.Module, *options: Any, **more: Any) -> None:
+    getattr(model, f"{name_of(model)}_enable")(*options, **more)
+
+
 def patched(family: str = "mixtral") -> nn.Module:
     model = tiny_model(family)
     patch_model(model, {"precision": "fp32"})
@@ -35,12 +45,12 @@ def backward(model: nn.Module) -> None:
 @pytest.mark.parametrize("options", [None, {"use_reentrant": True}])
 def test_switched_on_before_or_after_patching(options: dict[str, bool] | None) -> None:
     before = tiny_model("mixtral")
-    before.activation_checkpointing_enable(options)
+    switch_on(before, options)
     original = functions(before)
     untouched = [list(module.__dict__) for module in before.modules()]
     patch_model(before, {"precision": "fp32"})
     after = patched()
-    after.activation_checkpointing_enable(options)
+    switch_on(after, options)
     for model in (before, after):
         first, second = functions(model)
         assert isinstance(first, ReplayingCheckpoint) and first is second
@@ -53,18 +63,18 @@ def test_switched_on_before_or_after_patching(options: dict[str, bool] | None) -
     assert [list(module.__dict__) for module in before.modules()] == untouched
     unpatch_model(after)
     assert all(isinstance(function, functools.partial) for function in functions(after))
-    after.activation_checkpointing_enable(options)
+    switch_on(after, options)
     assert all(isinstance(function, functools.partial) for function in functions(after))
     assert "_set_gradient_checkpointing" not in after.__dict__
 
 
 def test_every_other_layer_and_switching_off() -> None:
     model = patched()
-    model.activation_checkpointing_enable(every_n_layers=2)
+    switch_on(model, every_n_layers=2)
     backward(model)
     assert routing_replay_stats(model) == (18, 0)
-    model.activation_checkpointing_disable()
-    assert not model.is_activation_checkpointing
+    getattr(model, f"{name_of(model)}_disable")()
+    assert not getattr(model, f"is_{name_of(model)}")
     backward(model)
     assert routing_replay_stats(model) == (0, 0)
 
@@ -74,17 +84,17 @@ def test_offloaded_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     offload = torch.autograd.graph.save_on_cpu
     monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", lambda **options: offload())
     model = patched()
-    model.activation_checkpointing_enable(offload=True)
+    switch_on(model, offload=True)
     backward(model)
     assert routing_replay_stats(model) == (36, 0)
 
 
 def test_dense_models_and_evaluation_are_left_alone() -> None:
     dense = patched("llama")
-    dense.activation_checkpointing_enable()
+    switch_on(dense)
     assert not any(isinstance(function, ReplayingCheckpoint) for function in functions(dense))
     model = patched()
-    model.activation_checkpointing_enable()
+    switch_on(model)
     model.eval()
     backward(model)
     assert routing_replay_stats(model) == (0, 0)
@@ -92,12 +102,12 @@ def test_dense_models_and_evaluation_are_left_alone() -> None:
 
 def test_copies_have_their_own() -> None:
     model = patched()
-    model.activation_checkpointing_enable()
+    switch_on(model)
     twin = copy.deepcopy(model)
     backward(twin)
     assert routing_replay_stats(twin) == (36, 0)
     assert routing_replay_stats(model) == (0, 0)
-    twin.activation_checkpointing_enable({"use_reentrant": True})
+    switch_on(twin, {"use_reentrant": True})
     assert functions(twin)[0].inner.keywords == {"use_reentrant": True}
     assert functions(model)[0].inner.keywords == {"use_reentrant": False}
     unpatch_model(twin)
@@ -108,7 +118,7 @@ def test_copies_have_their_own() -> None:
     torch.save(fresh, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    loaded.activation_checkpointing_enable()
+    switch_on(loaded)
     backward(loaded)
     assert routing_replay_stats(loaded) == (36, 0)
 

@@ -36,3 +36,13 @@ def test_codes_compute_what_the_patched_original_does(family: str, tmp_path: Pat
         # Of longcat_flash, rows of experts without a down projection become zeros, which nothing reads.
         rows = 4 if name.endswith("experts.gate_up_proj") and family == "longcat_flash" else len(value)
         assert torch.equal(found[name][:rows], value[:rows]), name
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize(("family", "glob"), [("dbrx", "transformer.blocks.0.*"), ("llama4", "*.experts")])
+def test_codes_next_to_bf16_blocks(family: str, glob: str, tmp_path: Path) -> None:
+    source, precision = made(family, tmp_path / "source"), {"*": "mxfp8", glob: "bf16"}
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions(precision, pad=True))
+    stock, model = opened(family, source), opened(family, tmp_path / "dst")
+    patch_model(stock, {"precision": precision}, strict=False)
+    assert torch.equal(output(model), output(stock))

@@ -101,6 +101,14 @@ def test_load_is_counted_over_all_tokens_and_only_once(checkpointing: bool | Non
     assert ("neuron/routing_kept" in logs[0]) == (checkpointing is not None)
 
 
+def test_experts_that_get_no_ids_are_not_counted(tmp_path: Path) -> None:
+    """Those of Llama 4 get an equal part of the rows each."""
+    run = trainer(tiny_model("llama4", num_hidden_layers=1), tmp_path, max_steps=1)
+    run.train()
+    (line,) = metrics(tmp_path)
+    assert line["experts"] == {} and line["saved_bytes_per_token"] > 0
+
+
 def test_dead_experts_sentinels_and_many_blocks() -> None:
     count = ExpertCount(5, 128, torch.device("cpu"))
     index = torch.tensor([[0, 1]] * 130 + [[1, 7]] * 3, dtype=torch.int32)  # 7 is on another rank

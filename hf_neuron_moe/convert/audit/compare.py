@@ -76,6 +76,7 @@ class Block:
     name: str  # Their common prefix, without the last dot
     gate_up: str  # Name of the gate_up weight, or of up alone
     down: str  # Name of the down weight
+    network: Network  # What it computes with them
 
 
 def blocks_of(manifest: Manifest) -> list[Block]:
@@ -87,7 +88,7 @@ def blocks_of(manifest: Manifest) -> list[Block]:
         module, dot, _ = name.removesuffix(suffix).rpartition(".")
         down = f"{module}{dot}down_proj{suffix}"
         if down in converted:
-            blocks.append(Block(module, name, down))
+            blocks.append(Block(module, name, down, manifest.networks.get(module, Network({}))))
     return blocks
 
 
@@ -136,27 +137,20 @@ class Comparison:
             rounds = scales is not None and values.layout not in PERMUTED_WORDS.values()
             yield Pair(values, wanted, held, stray, mx_floor if rounds else bf16_floor)
 
-    def network(self, block: Block) -> Network:
-        """What a block computes."""
-        return self._manifest.networks.get(block.name, Network({}))
-
     def biases(self, block: Block, expert: int | None, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """A block's biases in the order of the fused weights' rows, zeros where it has none; `widths` are theirs."""
-        pieces, names = self._manifest.weights, self.network(block).biases
-        *inputs, down = [self._bias(name, expert) for name in names] or [None, None]
-        sizes = (widths[0] // max(1, len(inputs)), widths[1])
-        *parts, down_H = [
-            torch.zeros(size, dtype=torch.float64) if bias is None else bias
-            for bias, size in zip((*inputs, down), (*[sizes[0]] * len(inputs), sizes[1]))
-        ]
-        gate_up_F, first = torch.cat(parts), pieces[block.gate_up][0]
+        names = block.network.biases or ("", "")
+        inputs = len(names) - 1
+        sizes = (*[widths[0] // inputs] * inputs, widths[1])
+        *parts, down_H = (self._bias(name, expert, size) for name, size in zip(names, sizes))
+        gate_up_F, first = torch.cat(parts), self._manifest.weights[block.gate_up][0]
         if first.interleaved:
             gate_up_F = torch.cat([gate_up_F[0::2], gate_up_F[1::2]])
         return (gate_up_F.roll(len(gate_up_F) // 2) if first.up_first else gate_up_F), down_H
 
-    def _bias(self, name: str, expert: int | None) -> Tensor | None:
+    def _bias(self, name: str, expert: int | None, size: int) -> Tensor:
         if not name:
-            return None
+            return torch.zeros(size, dtype=torch.float64)
         (piece,) = self._manifest.weights[name]
         whole = self._source.read(piece.file, name).double()
         return whole if whole.dim() == 1 or expert is None else whole[expert]
@@ -256,7 +250,7 @@ def _probe(block: Block, expert: int | None, comparison: Comparison, seed: int) 
     pairs = [*comparison.pairs(block.gate_up, expert, gate_up), *comparison.pairs(block.down, expert, down)]
     forward = [pair for pair in pairs if pair.tensor.orientation == FORWARD]
     ranks = grouped(forward, lambda pair: pair.tensor.tp_rank)  # gate_up, then down
-    gate, biases = comparison.network(block).gate, comparison.biases(block, expert, (len(gate_up), len(down)))
+    gate, biases = block.network.gate, comparison.biases(block, expert, (len(gate_up), len(down)))
     halves = halves_in(block.gate_up)
     x_TH = torch.randn(TOKENS, gate_up.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     held = [[pair.held for pair in rank] for rank in ranks.values()]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept, experts_in
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept, experts_in, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import NeuronMoEError
@@ -41,10 +41,10 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], m
     codes = codes_kept(_both(weight, manifest), manifest.encodings) if permuted else ""
     fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces), codes)
     reordered = [piece for piece in pieces if piece.interleaved or piece.up_first]
-    alone = fused.is_gate_up and len(pieces) == 1 and pieces[0].transposed is pieces[0].interleaved
+    alone = is_gate_up(weight) and len(pieces) == 1 and pieces[0].transposed is pieces[0].interleaved
     if reordered and (not alone or pieces[0].up_first is pieces[0].interleaved):
         return ["made of interleaved tensors that are no gate_up weight"]
-    if {piece.dtype for piece in pieces} - WEIGHT_DTYPES.keys() or (fused.is_gate_up and shape[0] % 2):
+    if {piece.dtype for piece in pieces} - WEIGHT_DTYPES.keys() or (is_gate_up(weight) and shape[0] % 2):
         return ["made of tensors that no weight is made of"]
     facts = [replace(tensor, file="", checksum="") for tensor in tensors]  # which the options do not decide
     if not any(facts == _expected(fused, choice, options.orientations, len(tensors)) for choice in _possible(options)):
@@ -68,10 +68,9 @@ def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
         yield "made of nothing"
         return
     for piece in pieces:
-        whole = len(piece.shape) in (2, 3) and 0 not in piece.shape
-        if whole and piece.stacked:
-            whole = len(piece.shape) == 2 and piece.shape[0] % piece.stacked == 0
-        if not whole or (piece.holds_experts and piece.expert is not None):
+        fits = not piece.stacked or (len(piece.shape) == 2 and piece.shape[0] % piece.stacked == 0)
+        fits = fits and len(piece.shape) in (2, 3) and 0 not in piece.shape
+        if not fits or (piece.holds_experts and piece.expert is not None):
             yield f"made of {piece.source}, which has the shape {list(piece.shape)}"
             return
     if len({piece.experts for piece in pieces if piece.holds_experts}) > 1:

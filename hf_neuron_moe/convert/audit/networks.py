@@ -1,13 +1,13 @@
 """What a block computes with its two weights, in float64, from the numbers of its gate: for the figure of its output.
 
-A second opinion, as ``operands`` is: nothing here calls the functions that compute a patched block. T tokens, I
-intermediate size.
+A second opinion, as ``operands`` is: nothing here calls the functions that compute a patched block.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from hf_neuron_moe.errors import not_one_of
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -25,31 +25,21 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def intermediate(gate: Mapping[str, Any], parts: Sequence[Tensor]) -> Tensor:
-    """Return ``h`` of the pre-activations ``(g, u)``, or ``(u,)`` without a gate projection, ``[T, I]`` each.
+    """Return ``h`` of the pre-activations ``(g, u)``, or ``(u,)`` without a gate projection.
 
     `gate` has those numbers of the gate that are not those of ``silu(g) * u``, by the names of its record's fields.
     """
-    act = gate.get("act", "silu")
-    if act not in (*_ACTIVATIONS, "swish"):
-        raise not_one_of("act", act, (*_ACTIVATIONS, "swish"))
-    g = _clipped(parts[0], gate.get("gate_min"), gate.get("gate_max")) if len(parts) > 1 else parts[0]
-    if gate.get("gate_softcap") is not None:
-        value = _capped(g, gate["gate_softcap"]) * torch.sigmoid(g)
+    act, g = gate.get("act", "silu"), parts[0].clamp(gate.get("gate_min", -math.inf), gate.get("gate_max", math.inf))
+    if (cap := gate.get("gate_softcap")) is not None:
+        value = cap * torch.tanh(g / cap) * torch.sigmoid(g)
     elif act == "swish":
-        value = g * torch.sigmoid(gate["alpha"] * g)
-    else:
+        value = g * torch.sigmoid(gate.get("alpha", 1.0) * g)
+    elif act in _ACTIVATIONS:
         value = _ACTIVATIONS[act](g)
+    else:
+        raise not_one_of("act", act, ("swish", *_ACTIVATIONS))
     if len(parts) == 1:
         return value
-    up = _clipped(parts[1], gate.get("up_min"), gate.get("up_max")) + gate.get("up_offset", 0.0)
-    if gate.get("up_softcap") is not None:
-        up = _capped(up, gate["up_softcap"])
-    return _clipped(value, None, gate.get("act_max")) * up
-
-
-def _clipped(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    return values if low is None and high is None else values.clamp(low, high)
-
-
-def _capped(values: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(values / cap)
+    up = parts[1].clamp(gate.get("up_min", -math.inf), gate.get("up_max", math.inf)) + gate.get("up_offset", 0.0)
+    up = up if (cap := gate.get("up_softcap")) is None else cap * torch.tanh(up / cap)
+    return value.clamp(max=gate.get("act_max", math.inf)) * up

@@ -140,7 +140,7 @@ def store(
         if scales_FG is not None:
             keep_codes(matrix_FK, scales_FG, forms, stored)
         elif view is None:
-            encode(matrix_FK, forms, stored, gate_up=weight.is_gate_up)
+            encode(matrix_FK, forms, stored, gate_up=weight.halves > 0)
         yield stored
 
 

@@ -32,11 +32,6 @@ class FusedWeight:
     two for each 32 adjacent values of the contraction axis."""
 
     @property
-    def is_gate_up(self) -> bool:
-        """Whether it is gate and up, ``[2I, H]``; otherwise down, ``[H, I]``, or up alone."""
-        return is_gate_up(self.name)
-
-    @property
     def halves(self) -> int:
         """How often its rows go through the I axis: twice for gate and up, once for up alone, never for down."""
         return halves_in(self.name)
