@@ -282,9 +282,9 @@ def load_manifest(directory: Path) -> Manifest:
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 5 recorded no gates and had no permuted words. Version 4 had no quantized or interleaved sources. Version 3
-    did not say what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales
-    packed in kernel layout.
+    Version 5 had no gates and no permuted words, version 4 no quantized or interleaved sources. Version 3 did not say
+    what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in
+    kernel layout.
     """
     if version < 3:
         for entry in content["tensors"]:
