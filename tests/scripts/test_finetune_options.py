@@ -26,6 +26,7 @@ FAMILY = {
     "mixtral-8x7b": "mixtral",
     "gpt-oss-20b": "gpt_oss",
     "smollm2-135m": "llama",
+    "smollm2-gpt-oss": "gpt_oss",
     "smollm2-mixtral": "mixtral",
     "tiny-llama": "llama",
     "tiny-mixtral": "mixtral",
