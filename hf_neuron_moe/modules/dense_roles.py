@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.modules.state_dict import WeightRule
+from hf_neuron_moe.modules.structure import attribute_of
 
 MODULE = "a module"
 """What stands for an attribute that is a module, where only its presence matters."""
@@ -111,8 +112,7 @@ def constant_of(module: nn.Module, path: str) -> Any:
         raise AttributeError(path)
     holder: Any = module
     for name in (first, *rest):
-        own = holder._modules.get(name) if isinstance(holder, nn.Module) else None
-        holder = getattr(holder, name) if own is None else own
+        holder = attribute_of(holder, name) if isinstance(holder, nn.Module) else getattr(holder, name)
     if isinstance(holder, nn.Module):
         return MODULE
     if type(holder) not in _SCALARS:

@@ -89,7 +89,7 @@ def routed(
         return operator(x_TH, ids_TK, weight_TK)
     (T, K), ones_R1 = ids_TK.shape, torch.ones_like(weight_TK).reshape(-1, 1)
     y_RH = norm(operator(x_TH.repeat_interleave(K, dim=0), ids_TK.reshape(-1, 1), ones_R1))
-    return (y_RH.view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
+    return (y_RH.view(T, K, y_RH.shape[-1]) * weight_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
 
 
 def identity(operator: Operator, experts: int, x_TH: Tensor, ids_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -117,7 +117,8 @@ def by_expert(operator: Operator, experts: int, x_RH: Tensor) -> Tensor:
     Their gradients are zero too: gate and up of such a row are zero, and so is the product's derivative. Where the
     number of rows may depend on values, the operator gets the others only, else these rows with an id of no expert.
     """
-    check_multiple(len(x_RH), experts, "number of rows", "each expert has an equal part of them")
+    if len(x_RH):
+        check_multiple(len(x_RH), experts, "number of rows", "each expert has an equal part of them")
     ids_R1 = torch.arange(experts, device=x_RH.device).repeat_interleave(len(x_RH) // experts).unsqueeze(1)
     ones_R1 = torch.ones_like(ids_R1, dtype=torch.float32)
     used_R1 = (x_RH.detach() != 0).any(1, keepdim=True)
@@ -137,5 +138,6 @@ def in_expert_order(
     counts_E = torch.tensor(rows_E, device=x_TH.device)
     sorted_R = torch.arange(experts, device=x_TH.device).repeat_interleave(counts_E, output_size=len(pair_R))
     ids_R = torch.empty_like(sorted_R).scatter_(0, pair_R, sorted_R)
-    weight_TK = torch.zeros_like(weight_R).scatter(0, pair_R, weight_R).view(len(x_TH), -1)
-    return operator(x_TH, ids_R.view(len(x_TH), -1), weight_TK).view(x_BSH.shape) + bias_H
+    K = len(pair_R) // len(x_TH) if len(x_TH) else 1
+    weight_TK = torch.zeros_like(weight_R).scatter(0, pair_R, weight_R).view(len(x_TH), K)
+    return operator(x_TH, ids_R.view(len(x_TH), K), weight_TK).view(x_BSH.shape) + bias_H

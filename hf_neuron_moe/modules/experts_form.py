@@ -21,7 +21,13 @@ from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SHARED, SORTED
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.gate_source import GateSource, read_gate
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
+from hf_neuron_moe.modules.structure import (
+    attribute_of,
+    describe_activation,
+    gate_of,
+    has_call_hooks,
+    supported_activations,
+)
 
 
 @dataclass(frozen=True)
@@ -256,7 +262,10 @@ def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
     for path, value in form.constants:
         owner, _, attr = path.rpartition(".")
         holder = module.get_submodule(owner) if owner else module
-        now = getattr(holder, attr, None)
+        try:
+            now = attribute_of(holder, attr)
+        except AttributeError:
+            now = None
         now = type(now) if isinstance(now, nn.Module) else now
         if now != value:
             fix = "The operator has the value read at patching: unpatch the model before changing it."

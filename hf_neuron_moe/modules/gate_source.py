@@ -24,7 +24,13 @@ from torch.nn import functional as F
 from hf_neuron_moe.backends.gate import Gate, checked_gate
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules.gate_match import Expression, UnknownForm, match_gate
-from hf_neuron_moe.modules.structure import describe_activation, gate_of, has_call_hooks, supported_activations
+from hf_neuron_moe.modules.structure import (
+    attribute_of,
+    describe_activation,
+    gate_of,
+    has_call_hooks,
+    supported_activations,
+)
 
 
 class GateSource(NamedTuple):
@@ -60,7 +66,7 @@ def read_gate(module: nn.Module, method: Callable[..., Any]) -> GateSource:
     try:
         checked_gate(gate)
     except ConfigError as error:
-        raise UnknownForm(f"its gate defines no function: {error}") from error
+        raise UnknownForm(f"its gate defines no function: {str(error).rstrip('.')}") from error
     return GateSource(gate, interleaved, reader.activation, tuple(reader.constants.items()))
 
 
@@ -193,9 +199,13 @@ class _Frame:
         return None
 
     def constant(self, attr: str) -> Expression:
-        value = getattr(self.module, attr, None)
+        try:
+            value = attribute_of(self.module, attr)
+        except AttributeError:
+            value = None
         if value is not None and (type(value) not in (int, float) or math.isnan(value)):
-            raise UnknownForm(f"its gate reads {self.path}{attr}, {describe_activation(value)}, not a number")
+            shown = "NaN" if type(value) is float else describe_activation(value)
+            raise UnknownForm(f"its gate reads {self.path}{attr}, {shown}, not a number")
         self.reader.constants[self.path + attr] = value
         return ("number", value)
 

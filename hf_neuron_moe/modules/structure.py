@@ -71,6 +71,19 @@ def _is_quick_gelu(activation: Any) -> bool:
     return type(activation) in _named_classes("quick_gelu")
 
 
+def attribute_of(module: nn.Module, name: str) -> Any:
+    """Return an attribute of `module` or, of a block that stands in for another module, of that one's class.
+
+    A property is returned itself: its value may depend on anything. Raises AttributeError where there is none.
+    """
+    if name in module.__dict__:
+        return module.__dict__[name]
+    for held in (module._modules, module._parameters, module._buffers):
+        if name in held:
+            return held[name]
+    return getattr(module.__dict__.get("neuron_stock_class", type(module)), name)
+
+
 class Recognized(NamedTuple):
     """How an activation of ``backends/torch/gating.py`` is recognized."""
 

@@ -240,6 +240,10 @@ def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Ite
         shape = tuple(module.get_parameter(f"{name}.weight").shape)
         if shape != (rows, H):
             yield f"{name}.weight has shape {shape}, with {roles.down}.weight {(H, I)} it would be {(rows, H)}"
+    for name in roles.biased:
+        bias, wanted = module.get_parameter(f"{name}.bias"), module.get_parameter(f"{name}.weight").shape[:1]
+        if bias.shape != wanted:
+            yield f"{name}.bias has shape {tuple(bias.shape)}, with its weight it would be {tuple(wanted)}"
     size = roles.half_size
     if isinstance(size, str) and getattr(module, size, None) != I:
         yield f"its forward splits by {size}={getattr(module, size, None)!r}, not in halves of {I}"

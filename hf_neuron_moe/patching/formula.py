@@ -99,6 +99,7 @@ class _Matcher:
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
         self.inert: set[str] = set()
+        self.below: float | None = None  # a lower limit on what may be the activation's value
 
     def match(self, result: Expression) -> DenseRoles:
         """Return the roles; what only the instance says is left out."""
@@ -122,7 +123,8 @@ class _Matcher:
                 roles = _joined(gate, up, down, self.called_gate(gate.activation))
                 if roles is not None:
                     return replace(roles, after=tuple(after))
-        raise NotSwiGLU(_FORM)
+        below = None if self.below is None else f"its forward clamps the activation from below, at {self.below:g}"
+        raise NotSwiGLU(below or _FORM)
 
     def called_gate(self, activation: str | None) -> Gate:
         """The gate of an activation that the instance holds; of SiLU where no row has it, which discovery refuses."""
@@ -149,7 +151,8 @@ class _Matcher:
         if value[0] == "clamp" and value[1][0] in ("act", "part"):
             _, inner, low, high = value
             if low is not None:
-                raise NotSwiGLU(f"its forward clamps the activation from below, at {low:g}")
+                self.below = low
+                return None
             said["act_max"], value = high, self.settled(inner)
         match value:
             case ("act", row, alpha, argument):
@@ -215,7 +218,7 @@ def _joined(gate: _Branch, up: _Branch, down: str, called: Gate) -> DenseRoles |
     try:
         found = checked_gate(called._replace(**limits))
     except ConfigError as error:
-        raise NotSwiGLU(f"its gate cannot be computed: {error}") from error
+        raise NotSwiGLU(f"its gate cannot be computed: {str(error).rstrip('.')}") from error
     if first.part is None and second.part is None:
         if first.layer == second.layer or not (first.read is second.read or first.read == second.read == ("input",)):
             return None

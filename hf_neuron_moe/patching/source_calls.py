@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
 
-from hf_neuron_moe.patching.source_values import NO_CONSTANT, Constants, Expression, bare
+from hf_neuron_moe.patching.source_values import NO_CONSTANT, Constants, Expression, NotSwiGLU, bare, line
 
 Arguments = dict[str | None, ast.expr]
 
@@ -59,8 +60,11 @@ def _sum(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None
 
 def _clamp(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
     low, high = (_number(read, given.get(name)) for name in ("min", "max"))
-    if low is NO_CONSTANT or high is NO_CONSTANT or low != low or high != high:  # NaN limits nothing known
+    if low is NO_CONSTANT or high is NO_CONSTANT:
         return None
+    for name, limit in (("min", low), ("max", high)):
+        if limit is not None and math.isnan(limit):
+            raise NotSwiGLU(f"a limit of its forward is NaN: {name}={line(given[name])}")
     low = None if low == float("-inf") else low
     high = None if high == float("inf") else high
     value = bare(read.evaluate(tensor))

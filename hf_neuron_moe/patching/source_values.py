@@ -56,12 +56,25 @@ def same(one: Expression, other: Expression) -> bool:
 
 
 def product(left: Expression, right: Expression) -> Expression:
-    """``left * right``; ``g * sigmoid(c g)`` is an activation."""
+    """``left * right``; ``g * sigmoid(c g)`` is an activation, also where another factor stands between its two."""
     left, right = bare(left), bare(right)
+    found = _spelled_out(left, right)
+    if found is not None:
+        return found
+    for whole, third in ((left, right), (right, left)):
+        factors = whole[1:] if whole[0] == "product" else ()
+        for factor, rest in zip(factors, reversed(factors)):
+            found = _spelled_out(factor, third)
+            if found is not None:
+                return ("product", found, rest)
+    return ("product", left, right)
+
+
+def _spelled_out(left: Expression, right: Expression) -> Expression | None:
     for one, other in ((left, right), (right, left)):
         if other[0] == "sigmoid" and same(other[1], one):
             return ("act", "silu", 1.0, one) if other[2] == 1 else ("act", "swish", other[2], one)
-    return ("product", left, right)
+    return None
 
 
 def line(node: ast.AST) -> str:

@@ -203,7 +203,7 @@ REFUSED = {
     softcap_of_another_number: "its gate is not act",
     reads_a_tensor: "reads tensor, Tensor, not a number",
     reads_a_flag: "reads flag, bool, not a number",
-    reads_nan: "reads undefined, float, not a number",
+    reads_nan: "reads undefined, NaN, not a number",
     crossed_limits: "its gate defines no function: up_min",
     branches: "the statement `if self.flag",
 }

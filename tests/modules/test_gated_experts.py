@@ -319,6 +319,47 @@ def test_a_number_changed_after_patching_raises(family: str, path: str, value: A
     box["mlp"](*arguments)
 
 
+def test_a_limit_of_the_class_is_compared_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = made(ROUTED["gpt_oss"][0])
+    del box["mlp"].limit
+    monkeypatch.setattr(GptOssExperts, "limit", 1.0, raising=False)
+    stock = copy.deepcopy(box["mlp"])
+    patch_model(box, {"precision": "fp32"})
+    arguments = (torch.randn(T, H), *routing(E))
+    assert_close(box["mlp"](*arguments), stock(*arguments), "experts")
+    monkeypatch.setattr(GptOssExperts, "limit", 2.0)
+    with refused(UnsupportedModelError, "limit", "1.0, as when the block was patched", got="2.0", where="mlp"):
+        box["mlp"](*arguments)
+
+
+@pytest.mark.parametrize(("limit", "shown"), [(float("nan"), "reads limit, NaN,"), (-1.0, r"got 1\. [^.]*\.\s+If")])
+def test_a_limit_that_is_none_is_named_before_anything_changes(limit: float, shown: str) -> None:
+    box = made(ROUTED["gpt_oss"][0])
+    box["mlp"].limit = limit
+    before = snapshot(box)
+    with refused(NothingToPatchError, "model", shown):
+        patch_model(box)
+    assert_same_snapshot(snapshot(box), before)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "muse_spark", "llama4", "jetmoe"])
+def test_a_call_without_tokens_returns_none(family: str) -> None:
+    sizes = {"hidden_size": H, "intermediate_size": I, "num_local_experts": E, "num_experts_per_tok": K}
+    others: dict[str, Callable[[], nn.Module]] = {
+        "llama4": lambda: Llama4TextMoe(Llama4TextConfig(**sizes)),
+        "jetmoe": lambda: JetMoeMoE(JetMoeConfig(**sizes, activation_function="silu")),
+    }
+    box = made(others.get(family) or ROUTED[family][0])
+    patch_model(box, {"precision": "mxfp8", "weights": "stock"})
+    x = torch.zeros((0, H) if family in ROUTED else (2, 0, H), requires_grad=True)
+    pairs = () if family in ("llama4", "jetmoe") else (torch.zeros(0, K, dtype=torch.long), torch.rand(0, K))
+    y = box["mlp"](x, *pairs)
+    y = y[0] if isinstance(y, tuple) else y
+    assert y.numel() == 0 and y.shape[-1] == H
+    y.sum().backward()
+    assert not any(param.grad.any() for param in box.parameters() if param.grad is not None)
+
+
 @pytest.mark.parametrize("weights", ["stock", "kernel"])
 def test_a_copy_and_a_pickle_compute_the_same(weights: str) -> None:
     box = made(ROUTED["gpt_oss"][0])

@@ -99,6 +99,27 @@ class ClampAfterMLP(BaseMLP):
         return self.d(act * self.u(x) + act)
 
 
+class ClampFirstMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.u(x).clamp(-self.limit, self.limit) * self.act(self.g(x).clamp(max=self.limit)))
+
+
+class ClassLimitMLP(ClampFirstMLP):
+    limit = 2.0
+
+
+class UpBetweenMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        return self.d(torch.sigmoid(g) * self.u(x) * g)
+
+
+class UpBeforeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        return self.d(self.u(x) * g * torch.sigmoid(self.alpha * g))
+
+
 class CastMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         dtype = x.dtype
@@ -212,6 +233,10 @@ ACCEPTED: list[tuple[nn.Module, Gate]] = [
     (RowsMLP(fused=True), Gate()),
     (ClampMLP(limit=2.0, bias=True), Gate(**LIMITS, up_offset=1.0)),
     (ClampMLP(limit=float("inf")), Gate(up_offset=1.0)),
+    (ClampFirstMLP(limit=2.0), Gate(**LIMITS)),
+    (ClassLimitMLP(), Gate(**LIMITS)),
+    (UpBetweenMLP(), Gate()),
+    (UpBeforeMLP(alpha=1.702), Gate("swish", 1.702)),
     (ClampAfterMLP(limit=1.5), Gate(act_max=1.5, up_offset=1.0)),
     (CastMLP(), Gate()),
     (branch(), Gate()),
@@ -372,6 +397,18 @@ class WeightedInsideMLP(BaseMLP):
         return self.d(self.act(self.g(x)) * self.u(x) * self.scale)
 
 
+class PropertyLimitMLP(ClampFirstMLP):
+    @property
+    def limit(self) -> float:
+        return 2.0
+
+
+def with_bias(layer: str, size: int) -> nn.Module:
+    block = BiasedMLP(bias=True)
+    block.get_submodule(layer).bias = nn.Parameter(torch.randn(size))
+    return block
+
+
 REFUSED = [
     (WeightedInsideMLP(scale=nn.Parameter(torch.ones(1))), r"not one projection of a product of two branches"),
     (WeightedMLP(scale=nn.Parameter(torch.ones(H)), drop=nn.Identity()), r"computes `self\.scale`"),
@@ -393,8 +430,11 @@ REFUSED = [
     (TwiceDroppedMLP(drop=nn.Sequential(nn.Dropout(0.1))), r"not down\(act\(gate"),
     (TrainingMLP(), r"the statement `self\.g\(x\) \* 2 if self\.training else self\.g\(x\)`"),
     (MissingBiasMLP(bias=True), r"computes `F\.linear\(x, self\.g\.weight\)`"),
-    (ClampMLP(limit=float("nan")), r"computes `self\.g\(x\)\.clamp\(max=self\.limit\)`"),
-    (ClampMLP(limit=-1.0), "its gate cannot be computed: up_min must be below up_max"),
+    (ClampMLP(limit=float("nan")), r"a limit of its forward is NaN: max=self\.limit"),
+    (ClampMLP(limit=-1.0), r"its gate cannot be computed: up_min must be below up_max, -1, got 1\. Leave[^.]*\.\s+If"),
+    (PropertyLimitMLP(), r"computes `self\.u\(x\)\.clamp\(-self\.limit, self\.limit\)`"),
+    (with_bias("u", I + 1), r"u\.bias has shape \(13,\), with its weight it would be \(12,\)"),
+    (with_bias("d", 1), r"d\.bias has shape \(1,\), with its weight it would be \(8,\)"),
     (ClampAfterMLP(limit=0.0), "act_max must be a number above 0"),
     (branch(multiplier=1.5), r"\* self\.multiplier`, a factor of 1\.5"),
     (branch(sparsity=0.5, multiplier=2.0), r"a factor of 2\.0"),
@@ -428,6 +468,18 @@ def test_what_decided_a_branch_is_compared_at_each_call(home: str) -> None:
     patched.multiplier = 1.5
     with refused(UnsupportedModelError, "multiplier", got="1.5", where="mlp"):
         patched(x)
+
+
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+def test_a_limit_of_the_class_is_compared_at_each_call(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"mlp": ClassLimitMLP()})
+    patch_model(model, {"precision": "fp32", "weights": home})
+    x = torch.randn(3, H)
+    compiled = torch.compile(model["mlp"], backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), model["mlp"](x))
+    monkeypatch.setattr(ClassLimitMLP, "limit", 3.0)
+    with refused(UnsupportedModelError, "limit", got="3.0", where="mlp"):
+        model["mlp"](x)
 
 
 @pytest.mark.parametrize(
