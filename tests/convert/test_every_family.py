@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -199,6 +199,29 @@ def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> 
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == original
     again, first = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "source"))
     assert again.keys() == first.keys() and all(torch.equal(value, first[name]) for name, value in again.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "values", "wrong"),
+    [
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias", torch.zeros(4, 94).bfloat16(), "[4, 94]"),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj_bias", torch.zeros(4, 32).int(), "I32"),
+        ("llama_biased", "model.layers.0.mlp.up_proj.bias", torch.zeros(47).bfloat16(), "[47]"),
+        ("muse_spark", "layers.0.mlp.experts.post_expert_norm.weight", torch.zeros(31).bfloat16(), "[31]"),
+        ("nemotron_h", "backbone.layers.0.mixer.gate.weight", torch.zeros(5, 32).bfloat16(), "[5, 32]"),
+    ],
+)
+def test_what_is_copied_has_to_fit_the_model(
+    family: str, name: str, values: torch.Tensor, wrong: str, tmp_path: Path
+) -> None:
+    """Biases, norms and routers: an error before anything is written, not when the conversion is loaded."""
+    source = made(family, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    assert name in tensors, sorted(tensors)
+    save_file({**tensors, name: values}, source / "model.safetensors", {"format": "pt"})
+    with refused(ConversionError, f"model.safetensors: {name}", got=wrong):
+        convert_checkpoint(source, tmp_path / "dst")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize(("family", "part"), [("nemotron_h", "without a gate"), ("llama_biased", "with biases")])
