@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
@@ -256,6 +256,8 @@ def _pieces(
         (tensor,) = assignment.sources[""]
         return [_piece(tensor, shape, start=start, **form_of)]
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
+    if kinds == [(Transpose, None)] and len(shape) == 3 and not any(form_of.values()):
+        return [_transposed_piece(assignment.converter, assignment.sources, shape, start)]
     merged = kinds[:1] == [(MergeModulelist, 0)]
     known = kinds[merged:] in ([], [(Concatenate, 1)]) and len(shape) == 3 and kinds
     if not known or any(form_of.values()):
@@ -277,6 +279,17 @@ def _pieces(
         pieces += [_piece(tensor, matrix, expert=expert, start=start) for expert, tensor in zip(experts, tensors)]
         start += rows
     return pieces
+
+
+def _transposed_piece(
+    converter: WeightConverter, sources: Mapping[str, list[SourceTensor]], shape: tuple[int, ...], start: int
+) -> Piece:
+    """The piece of a parameter ``[E, F, K]`` that files hold as ``[E, K, F]``, or as it is where that is allowed."""
+    tensor = next(iter(sources.values()))[0]
+    if tensor.shape == shape and getattr(converter.operations[0], "check_dims", False):
+        return _piece(tensor, shape, start=start)
+    E, F, K = shape
+    return _piece(tensor, (E, K, F), start=start, transposed=True)
 
 
 def _expert_index(name: str, pattern: str, target: str) -> int:
