@@ -46,8 +46,10 @@ def upcycle(
     and ``down_proj [E, I, H]``.
 
     Raises:
-        ValueError: the Llama has biases of its own, or `top_k` is out of range.
+        ValueError: the Llama has biases of its own or another activation than SiLU, or `top_k` is out of range.
     """
+    if llama.config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"the Llama's hidden_act must be silu, which gpt-oss computes, got {llama.config.hidden_act}")
     if llama.config.attention_bias or llama.config.mlp_bias:
         raise ValueError("the Llama has attention_bias or mlp_bias; this script sets gpt-oss's biases itself")
     if not 1 <= top_k <= experts:
@@ -100,7 +102,14 @@ def to_mxfp4(weight_ENK: Tensor) -> tuple[Tensor, Tensor]:
 
     A group's scale is the power of two that brings its largest value to 4..8, as the OCP specification has it; what is
     then above 6 becomes 6. Other values go to the nearest, halfway ones to the even code.
+
+    Raises:
+        ValueError: K is no multiple of 32, or a weight is NaN or infinite.
     """
+    if weight_ENK.shape[-1] % GROUP:
+        raise ValueError(f"MXFP4 needs sizes that are multiples of {GROUP}, got {weight_ENK.shape[-1]}; use --bf16")
+    if not weight_ENK.isfinite().all():
+        raise ValueError("MXFP4 needs finite weights, got NaN or infinite ones")
     groups = weight_ENK.float().contiguous().unflatten(-1, (-1, GROUP))
     exponent = torch.frexp(groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-120)).exponent - 3
     scaled = torch.ldexp(groups, -exponent)

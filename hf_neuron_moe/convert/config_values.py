@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_neuron_moe.convert.io.source import (
     INDEX_FILE,
@@ -78,7 +79,8 @@ def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
     """
     family, quantization = content.get("model_type"), content.get("quantization_config")
     if family is not None and not (isinstance(family, str) and family in CONFIG_MAPPING):
-        hint = nearest(family, list(CONFIG_MAPPING_NAMES)) if isinstance(family, str) else ""
+        hint = _own_family(content.get("architectures"))
+        hint = hint or (nearest(family, list(CONFIG_MAPPING_NAMES)) if isinstance(family, str) else "")
         remedy = f"Custom code from a checkpoint is never run; check the file and the transformers version.{hint}"
         yield Wrong("model_type", f"a model type that transformers {transformers_version} knows", _cut(family), remedy)
     if not isinstance(quantization, dict | None):
@@ -97,6 +99,14 @@ def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
         whole = type(value) is int or (isinstance(value, float) and value.is_integer())
         if limit is not None and whole and value > limit:
             yield Wrong(place, f"at most {limit:,}{room.reason}", str(int(value)))
+
+
+def _own_family(architectures: Any) -> str:
+    """Say which model type has the class that a checkpoint of another type names, as Kimi-K2 names DeepSeek-V3's."""
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    families = [family for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == named]
+    fix = f" If the model is transformers' own {named}, set model_type to {families[0]!r}." if families else ""
+    return fix if len(families) == 1 else ""
 
 
 def _values(content: Any, place: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
-from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor
+from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceCheckpoint, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
@@ -101,6 +101,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     _check_precisions(options, candidates, weights)
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
+    _check_copied(copied, assignments, model)
     left = _left(refused, assignments, copied)
     kept = {c.name for c in candidates if options.quantized and _precision(c, options) == "bf16"}  # by the caller
     allowed = frozenset(c.name for c in candidates if not c.gated or c.name in kept)
@@ -255,6 +256,8 @@ def _pieces(
         (tensor,) = assignment.sources[""]
         return [_piece(tensor, shape, start=start, **form_of)]
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
+    if kinds == [(Transpose, None)] and len(shape) == 3 and not any(form_of.values()):
+        return [_transposed_piece(assignment.converter, assignment.sources, shape, start)]
     merged = kinds[:1] == [(MergeModulelist, 0)]
     known = kinds[merged:] in ([], [(Concatenate, 1)]) and len(shape) == 3 and kinds
     if not known or any(form_of.values()):
@@ -278,6 +281,17 @@ def _pieces(
     return pieces
 
 
+def _transposed_piece(
+    converter: WeightConverter, sources: Mapping[str, list[SourceTensor]], shape: tuple[int, ...], start: int
+) -> Piece:
+    """The piece of a parameter ``[E, F, K]`` that files hold as ``[E, K, F]``, or as it is where that is allowed."""
+    tensor = next(iter(sources.values()))[0]
+    if tensor.shape == shape and getattr(converter.operations[0], "check_dims", False):
+        return _piece(tensor, shape, start=start)
+    E, F, K = shape
+    return _piece(tensor, (E, K, F), start=start, transposed=True)
+
+
 def _expert_index(name: str, pattern: str, target: str) -> int:
     """The number that stands for ``*`` in transformers' source pattern."""
     before, _, after = pattern.partition("*")
@@ -291,12 +305,28 @@ def _expert_index(name: str, pattern: str, target: str) -> int:
 
 def _piece(tensor: SourceTensor, shape: tuple[int, ...], **place: Any) -> Piece:
     if tensor.shape != shape:
-        expected, fix = (
-            f"of shape {list(shape)}, as config.json says",
-            "Check that config.json belongs to these weights.",
-        )
-        raise ConversionError.about(f"{tensor.file}: {tensor.name}", expected, list(tensor.shape), fix)
+        raise _misfit(tensor, f"of shape {list(shape)}, as config.json says", list(tensor.shape))
     return Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, **place)
+
+
+def _check_copied(
+    copied: Mapping[str, SourceTensor], assignments: Mapping[str, Assignment], model: PreTrainedModel
+) -> None:
+    """Compare copied tensors that are parameters themselves, such as biases and routers, with the model's."""
+    state = model.state_dict()
+    for target, assignment in assignments.items():
+        if assignment.converter is not None or target not in state:
+            continue
+        (tensor,), param = assignment.sources[""], state[target]
+        if tensor.name in copied and tensor.shape != tuple(param.shape):
+            raise _misfit(tensor, f"of shape {list(param.shape)}, as config.json says", list(tensor.shape))
+        if tensor.name in copied and param.is_floating_point() and not TORCH_DTYPES[tensor.dtype].is_floating_point:
+            raise _misfit(tensor, "of a floating-point dtype", tensor.dtype)
+
+
+def _misfit(tensor: SourceTensor, expected: str, got: object) -> ConversionError:
+    fix = "Check that config.json belongs to these weights."
+    return ConversionError.about(f"{tensor.file}: {tensor.name}", expected, got, fix)
 
 
 def _lay_out(

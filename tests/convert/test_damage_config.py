@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.convert import assign
+from hf_neuron_moe.convert import assign, convert_checkpoint
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.config_values import reason_of
 from hf_neuron_moe.errors import ConversionError, naming
@@ -105,6 +106,26 @@ def test_a_long_model_type_leaves_the_message_whole(checkpoint):
     with expected as caught, naming("plan"):
         build_meta_model(source)
     assert len(str(caught.value)) < 500 + len(str(path))
+
+
+def test_a_model_type_of_custom_code_with_a_known_class(checkpoint, tmp_path):
+    """As Kimi-K2's, which names DeepSeek-V3's class: the value that the message gives makes it a source."""
+    source = checkpoint("mixtral")
+    path = source / "config.json"
+    content = json.loads(path.read_text())
+    custom = {"model_type": "mix_2", "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "c.D"}}
+    path.write_text(json.dumps(content | custom))
+    says = r"transformers' own MixtralForCausalLM, set model_type to 'mixtral'\.$"
+    with refused(ConversionError, f"{path}: model_type", says):
+        convert_checkpoint(source, tmp_path / "dst")
+    for architectures in (None, [], ["LlamaForCausalLM"], [3], "MixtralForCausalLM", [["MixtralForCausalLM"]]):
+        path.write_text(json.dumps(content | custom | {"architectures": architectures}))
+        with refused(ConversionError, f"{path}: model_type") as caught:
+            convert_checkpoint(source, tmp_path / "dst")
+        assert "set model_type" not in str(caught.value), architectures
+    path.write_text(json.dumps(content | custom | {"model_type": "mixtral"}))
+    convert_checkpoint(source, tmp_path / "dst")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "dst")).__name__ == "MixtralForCausalLM"
 
 
 @pytest.mark.parametrize(

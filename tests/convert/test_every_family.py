@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -17,6 +17,8 @@ from transformers import (
     MoonshineForConditionalGeneration,
     MuseSparkTextConfig,
     PreTrainedModel,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Step3p7Config,
     Step3p7ForConditionalGeneration,
 )
@@ -199,6 +201,85 @@ def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> 
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == original
     again, first = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "source"))
     assert again.keys() == first.keys() and all(torch.equal(value, first[name]) for name, value in again.items())
+
+
+QWEN3_VL = {
+    "text_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_that_files_hold_transposed(transposed: bool, tmp_path: Path) -> None:
+    """As Qwen3-VL-MoE's on the Hub; transformers tells the two forms apart by their shapes."""
+    torch.manual_seed(7)
+    model: Any = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**QWEN3_VL))  # type: ignore[arg-type]
+    for name, param in model.named_parameters():
+        if ".experts." in name:
+            param.data.normal_(std=0.2)
+    source = tmp_path / "source"
+    model.bfloat16().save_pretrained(source)
+    file = source / "model.safetensors"
+    if transposed:
+        tensors = load_file(file)
+        save_file({n: t.mT.contiguous() if ".experts." in n else t for n, t in tensors.items()}, file, {"format": "pt"})
+    stock = Qwen3VLMoeForConditionalGeneration.from_pretrained(source).state_dict()
+    for precision in ("bf16", "mxfp8"):
+        folder = tmp_path / precision
+        convert_checkpoint(source, folder, ConvertOptions(precision, pad=True, purpose="inference"))
+        assert verify_checkpoint(folder, source, probes=0).ok
+    converted = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "bf16").state_dict()
+    assert all(torch.equal(value, converted[name]) for name, value in stock.items())
+    assert export_checkpoint(tmp_path / "bf16", tmp_path / "back").inexact == ()
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == file.read_bytes()
+    wrong = load_file(file)
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    save_file({**wrong, name: wrong[name][:, :-1].contiguous()}, file, {"format": "pt"})
+    with refused(ConversionError, f"model.safetensors: {name}"):
+        convert_checkpoint(source, tmp_path / "dst")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "values", "wrong"),
+    [
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias", torch.zeros(4, 94).bfloat16(), "[4, 94]"),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj_bias", torch.zeros(4, 32).int(), "I32"),
+        ("llama_biased", "model.layers.0.mlp.up_proj.bias", torch.zeros(47).bfloat16(), "[47]"),
+        ("muse_spark", "layers.0.mlp.experts.post_expert_norm.weight", torch.zeros(31).bfloat16(), "[31]"),
+        ("nemotron_h", "backbone.layers.0.mixer.gate.weight", torch.zeros(5, 32).bfloat16(), "[5, 32]"),
+    ],
+)
+def test_what_is_copied_has_to_fit_the_model(
+    family: str, name: str, values: torch.Tensor, wrong: str, tmp_path: Path
+) -> None:
+    """Biases, norms and routers: an error before anything is written, not when the conversion is loaded."""
+    source = made(family, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    assert name in tensors, sorted(tensors)
+    save_file({**tensors, name: values}, source / "model.safetensors", {"format": "pt"})
+    with refused(ConversionError, f"model.safetensors: {name}", got=wrong):
+        convert_checkpoint(source, tmp_path / "dst")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize(("family", "part"), [("nemotron_h", "without a gate"), ("llama_biased", "with biases")])

@@ -52,6 +52,22 @@ def test_mxfp4_takes_the_nearest_code() -> None:
     assert dequantize_mxfp4_blocks(halfway, scale)[0, 0, :8].tolist() == [4, 0, 1, 1, 2, 2, 4, 4]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_mxfp4_has_no_code_for_a_value_that_is_not_finite(value: float) -> None:
+    weight = torch.ones(1, 2, 64)
+    weight[0, 1, 40] = value
+    with pytest.raises(ValueError, match="finite weights"):
+        to_mxfp4(weight)
+    with pytest.raises(ValueError, match="multiples of 32, got 40; use --bf16"):
+        to_mxfp4(weight[..., :40])
+
+
+def test_another_activation_is_an_error(llama: LlamaForCausalLM) -> None:
+    llama.config.hidden_act = "gelu"
+    with pytest.raises(ValueError, match=r"hidden_act must be silu, .* got gelu"):
+        upcycle(llama)
+
+
 def test_transformers_reads_the_mxfp4_files(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     model = upcycle(llama)
     save_mxfp4(model, tmp_path / "model")
