@@ -109,6 +109,9 @@ def compute_experts(
 ) -> Tensor:
     """Return what a module of this `form` computes of `inputs`, the arguments of its call."""
     gate_up, down, *biases = (parameter_of(module, name) for name in _operands(form))
+    if None in biases:
+        fix = "Unpatch the model before you take a bias away."
+        raise UnsupportedModelError.about("the biases", "those that were there at patching", "None", fix)
     if form.call == STACKED:
         gate_up, down = _of_stacked(module, form)
     if form.call == SHARED:
@@ -197,7 +200,8 @@ class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
         """
         if name.endswith(".base_layer") and any(rule.interleaved for rule in self.neuron_rules):
             expected = "without adapters on its parameters in kernel layout when they are saved or loaded"
-            fix = "Call merge_and_unload() before saving. Or patch with weights='stock' and train the adapters there."
+            stock = "patch with weights='stock' (convert with --layout fused) and train the adapters there"
+            fix = f"Call merge_and_unload() before saving. Or {stock}."
             got = "adapters whose columns have another order than in stock models"
             raise UnsupportedModelError.about("the block", expected, got, fix).named(self.neuron_name)
 

@@ -366,3 +366,12 @@ def test_a_copy_and_a_pickle_compute_the_same(weights: str) -> None:
     patch_model(box, {"precision": "fp32", "weights": weights})
     arguments = (torch.randn(T, H), *routing(E))
     assert torch.equal(copy.deepcopy(box)["mlp"](*arguments), box["mlp"](*arguments))
+
+
+def test_a_bias_that_is_taken_away_is_an_error() -> None:
+    box = made(ROUTED["gpt_oss"][0])
+    patch_model(box, {"precision": "fp32"})
+    box["mlp"].down_proj_bias = None
+    ids = torch.zeros(3, K, dtype=torch.long)
+    with refused(UnsupportedModelError, "the biases", "Unpatch the model", where="mlp"):
+        box["mlp"](torch.randn(3, H), ids, torch.rand(3, K))

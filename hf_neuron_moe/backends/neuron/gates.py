@@ -108,7 +108,7 @@ def gate_notes(gate: Gate) -> tuple[str, ...]:
     reached = limit / (1 + math.exp(-alpha * limit))
     return (
         f"the limit {gate.act_max:g} on the activation is passed as the limit {limit:g} on the gate (bf16), "
-        f"so the activation ends at {reached:.6g}",
+        f"so the activation ends at {reached:.6g}, and gate values between the two limits have no gradient",
     )
 
 
