@@ -111,7 +111,8 @@ def compute_experts(
     gate_up, down, *biases = (parameter_of(module, name) for name in _operands(form))
     if None in biases:
         fix = "Unpatch the model before you take a bias away."
-        raise UnsupportedModelError.about("the biases", "those that were there at patching", "None", fix)
+        error = UnsupportedModelError.about("the biases", "those that were there at patching", "None", fix)
+        raise error.named(getattr(module, "neuron_name", "experts"))
     if form.call == STACKED:
         gate_up, down = _of_stacked(module, form)
     if form.call == SHARED:
