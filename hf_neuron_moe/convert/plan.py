@@ -91,7 +91,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     taken = [candidate for candidate in candidates if candidate.reason is None]
     _check_mx(options, taken)
-    found = [_with_codes(_weights_of(each, assignments, model), source) for each in taken]
+    found = [_with_codes(_weights_of(each, assignments, model), source, options) for each in taken]
     weights = {weight.name: weight for group in found for weight in group}
     if not weights:
         reasons = _reasons(refused)
@@ -238,9 +238,15 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
     return weights
 
 
-def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint) -> list[FusedWeight]:
+def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint, options: ConvertOptions) -> list[FusedWeight]:
     """Note whether the words of one module's weights can be the source's codes: of all of them, as they share I."""
-    codes = codes_kept([piece for weight in weights for piece in weight.pieces], source.encodings)
+    pieces = [piece for weight in weights for piece in weight.pieces]
+    codes, coded = codes_kept(pieces, source.encodings), [p for p in pieces if codes_kept([p], source.encodings)]
+    if coded and not codes and options.of(weights[0].name).precision == "mxfp4" and not options.allow_inexact:
+        other = next(piece.source for piece in pieces if piece not in coded)
+        expected, fix = "kept, as it is in words", "Use --allow-inexact to quantize the decoded values again."
+        got = f"no such codes in {other}, which shares its intermediate axis"
+        raise ConversionError.about(f"codes of {coded[0].source}", expected, got, fix)
     return [replace(weight, codes=codes) for weight in weights]
 
 

@@ -196,6 +196,21 @@ def test_codes_that_cannot_be_kept_are_quantized_again_on_request(
     assert len(export_checkpoint(tmp_path / "dst", tmp_path / "back", allow_inexact=True).inexact) == 2
 
 
+def test_one_weight_with_codes_is_quantized_again_on_request_only(tmp_path: Path) -> None:
+    source, _ = gpt_oss(tmp_path / "src", 64, 64)
+    key = f"{EXPERTS}.gate_up_proj"
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        blocks, scales = (tensors.pop(f"{key}_{end}") for end in ("blocks", "scales"))
+        return tensors | {key: convert_moe_packed_tensors(blocks, scales)}
+
+    rewrite(source, MXFP4, change)
+    with refused(ConversionError, f"codes of {EXPERTS}.down_proj", f"no such codes in {key}"):
+        convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp4", pad=True))
+    assert not (tmp_path / "dst").exists()
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp4", pad=True, allow_inexact=True))
+
+
 def test_allowing_it_changes_nothing_where_codes_can_be_kept(tmp_path: Path) -> None:
     source, _ = gpt_oss(tmp_path / "src", 512, 64)
     for name, allowed in (("one", False), ("two", True)):
