@@ -110,13 +110,10 @@ def with_transposed(source: SourceCheckpoint, names: Iterable[str]) -> SourceChe
 
 def _check_no_codes(source: SourceCheckpoint, path: Path) -> None:
     """Refuse pairs of codes and scales, by name and dtype, where the configuration names no method."""
-    for method, dtype, codes_end, scales_end in (
-        ("mxfp4", "U8", _BLOCKS, _SCALES),
-        ("fp8", "F8_E4M3", "", "_scale_inv"),
-    ):
+    for method, dtype, end, scales_end in (("mxfp4", "U8", _BLOCKS, _SCALES), ("fp8", "F8_E4M3", "", *_FP8_SCALES)):
         for name, codes in source.tensors.items():
-            scales = name.removesuffix(codes_end) + scales_end
-            if codes.dtype == dtype and name.endswith(codes_end) and scales in source.tensors:
+            scales = name.removesuffix(end) + scales_end
+            if codes.dtype == dtype and name.endswith(end) and scales in source.tensors:
                 got = f"none, but {name} and {scales} are codes and scales"
                 fix = "Take config.json from where the weights came from."
                 raise ConversionError.about(f"{path}: {QUANTIZATION_CONFIG}", f"one of quant_method {method}", got, fix)
