@@ -12,6 +12,7 @@ DEFAULT_GLOB = "*"
 """The entry of a map for blocks that none of its other globs matches."""
 
 _FORM = f'a mapping such as {{"{DEFAULT_GLOB}": "mxfp8", "model.layers.0.*": "bf16"}}'
+_SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 class PrecisionMap(dict[str, str]):
@@ -92,5 +93,8 @@ def spelled(precision: object) -> str:
 def _checked(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in allowed:
         return value
-    hint = nearest(value, list(allowed)) if isinstance(value, str) else ""
+    name = str(value).lower().removeprefix("torch.")  # a dtype's name
+    hint = nearest(_SHORT_NAMES.get(name, name), list(allowed))
+    if name == "mxfp4" and name not in allowed:
+        hint = " mxfp4 is for converted checkpoints only: `hf-neuron-moe convert --precision mxfp4`."
     raise ConfigError.about(argument, f"one of {', '.join(allowed)}", repr(value), f"Choose one of these.{hint}")

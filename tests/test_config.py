@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
@@ -19,7 +20,17 @@ from tests.refusals import refused
     [
         ({"precision": "fp16"}, "precision", "got 'fp16'"),
         ({"precision": "mxfp"}, "precision", "Did you mean 'mxfp8'"),
-        ({"precision": None}, "precision", "got None"),
+        ({"precision": None}, "precision", r"got None\. Choose one of these\.$"),
+        (
+            {"precision": "mxfp4"},
+            "precision",
+            r"these\. mxfp4 is for converted .*`hf-neuron-moe convert --precision mxfp4`",
+        ),
+        ({"precision": {"*": "bf16", "a": "mxfp4"}}, "precision['a']", "mxfp4 is for converted checkpoints only"),
+        ({"precision": "MXFP8"}, "precision", "Did you mean 'mxfp8'"),
+        ({"precision": "MXFP4"}, "precision", "mxfp4 is for converted checkpoints only"),
+        ({"precision": "float32"}, "precision", "Did you mean 'fp32'"),
+        ({"precision": torch.bfloat16}, "precision", r"got torch.bfloat16\. .*Did you mean 'bf16'"),
         (
             {"backend": "cuda"},
             "backend",

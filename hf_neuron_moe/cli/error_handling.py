@@ -16,17 +16,18 @@ from typing import Any, NoReturn
 import typer
 
 from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, REFUSED, TERMINATED, USAGE, ExitCode, exit_code_of
+from hf_neuron_moe.cli.precision_options import option_of_precision
 from hf_neuron_moe.errors import ConfigError, nearest, printable
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
 
 LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
-_ARGUMENT = re.compile(r"^([\w-]+): (\w+) must ")
+_ARGUMENT = re.compile(r"^([\w-]+): (\w+)(\[.*?\])? must ")
 _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
-        *("precision", "layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
+        *("layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
         *("tokens", "layers", "seed", "block_size", "random_weights", "recipe", "keep_bf16"),
     )
 } | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
@@ -57,15 +58,15 @@ def run(app: typer.Typer, arguments: list[str]) -> None:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
         if debug:
             traceback.print_exception(error)
-        code, message = _code_and_message(error, debug)
+        code, message = _code_and_message(error, debug, arguments)
         _end(code, type(error).__name__, message, as_json)
 
 
-def _code_and_message(error: BaseException, debug: bool) -> tuple[ExitCode, str]:
+def _code_and_message(error: BaseException, debug: bool, arguments: list[str]) -> tuple[ExitCode, str]:
     code = exit_code_of(error)
     message = printable(" ".join(str(error).split()), LONGEST_MESSAGE) or type(error).__name__
     if isinstance(error, ConfigError):
-        message = _ARGUMENT.sub(lambda found: f"{found[1]}: {_OPTIONS.get(found[2], found[2])} must ", message)
+        message = _ARGUMENT.sub(lambda found: _with_option(found, arguments), message)
     elif isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
         needed = "which this command needs: install the package with its dependencies"
         return REFUSED, f"{error.name} is not installed, {needed}"
@@ -75,6 +76,16 @@ def _code_and_message(error: BaseException, debug: bool) -> tuple[ExitCode, str]
     elif code is INTERRUPTED:
         message = "interrupted"
     return code, message
+
+
+def _with_option(found: re.Match[str], arguments: list[str]) -> str:
+    """The beginning of a message with what the user typed; of a precision, which comes in three ways, also where."""
+    where, name, key = found[1], found[2], found[3] or ""
+    option = _OPTIONS.get(name, name)
+    if name == "precision":
+        where = next((word for word in arguments if not word.startswith("-")), where)
+        option = option_of_precision(arguments, found.string)
+    return f"{where}: {option}{key} must "
 
 
 def _end(code: ExitCode, name: str, message: str, as_json: bool) -> NoReturn:

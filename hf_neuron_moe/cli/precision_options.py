@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,12 +32,23 @@ def precision_asked(
     if keep_bf16 and set(asked.values()) == {"bf16"}:
         fix = "Remove it, or choose --precision mxfp8 for the other blocks."
         raise ConfigError.about("keep_bf16", "left out of a conversion to bf16", " and ".join(keep_bf16), fix)
+    if DEFAULT_GLOB in (keep_bf16 or ()):
+        got = f"{DEFAULT_GLOB!r}, which matches all of them"
+        raise ConfigError.about("keep_bf16", "globs that leave a block in MX", got, "Use --precision bf16.")
     for glob in keep_bf16 or ():
         if asked.get(glob, "bf16") != "bf16":
-            got = f"{glob!r}, which --precision or the recipe gives {asked[glob]!r}"
+            got = f"{glob!r}, which the recipe gives {asked[glob]!r}"
             raise ConfigError.about("keep_bf16", "a glob that nothing gives another precision", got, "Remove one.")
     asked |= dict.fromkeys(keep_bf16 or (), "bf16")
     return asked if recipe is not None or keep_bf16 else str(asked[DEFAULT_GLOB])
+
+
+def option_of_precision(arguments: Sequence[str], message: str) -> str:
+    """Return which of the options among a command's `arguments` a message about its precision is about."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    if any(option == "--keep-bf16" and f"got {glob!r}." in message for option, glob in pairwise(words)):
+        return "--keep-bf16"
+    return "--recipe" if "--recipe" in words and "--precision" not in words else "--precision"
 
 
 def read_recipe(path: Path) -> dict[str, str]:
@@ -51,7 +63,8 @@ def read_recipe(path: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         expected = f'a YAML or JSON file such as {{"{DEFAULT_GLOB}": "mxfp8", "model.layers.0.*": "bf16"}}'
         got = f"{path} ({type(error).__name__}: {' '.join(str(error).split())})"
-        raise ConfigError.about("recipe", expected, got, "Put globs into quotes, and each of them once.") from error
+        fix = "Correct the path." if isinstance(error, OSError) else "Put globs into quotes, and each of them once."
+        raise ConfigError.about("recipe", expected, got, fix) from error
     return dict(pairs)
 
 

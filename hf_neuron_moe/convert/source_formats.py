@@ -73,6 +73,7 @@ def decoded_source(source: SourceCheckpoint, path: Path, content: Mapping[str, A
     """
     method = check_method(path, content)
     if method is None:
+        _check_no_codes(source, path)
         return source
     settings = content[QUANTIZATION_CONFIG]
     encodings = _mxfp4(source) if method == "mxfp4" else _fp8(source, path, {**_expert_dtype(content), **settings})
@@ -105,6 +106,17 @@ def with_transposed(source: SourceCheckpoint, names: Iterable[str]) -> SourceChe
     values = {name: replace(source.tensors[name], shape=values_shape(each)) for name, each in turned.items()}
     described = replace(source.format, encodings={**source.encodings, **turned})
     return replace(source, tensors={**source.tensors, **values}, format=described)
+
+
+def _check_no_codes(source: SourceCheckpoint, path: Path) -> None:
+    """Refuse pairs of codes and scales, by name and dtype, where the configuration names no method."""
+    for method, dtype, end, scales_end in (("mxfp4", "U8", _BLOCKS, _SCALES), ("fp8", "F8_E4M3", "", *_FP8_SCALES)):
+        for name, codes in source.tensors.items():
+            scales = name.removesuffix(end) + scales_end
+            if codes.dtype == dtype and name.endswith(end) and scales in source.tensors:
+                got = f"none, but {name} and {scales} are codes and scales"
+                fix = "Take config.json from where the weights came from."
+                raise ConversionError.about(f"{path}: {QUANTIZATION_CONFIG}", f"one of quant_method {method}", got, fix)
 
 
 def _expert_dtype(content: Mapping[str, Any]) -> dict[str, Any]:

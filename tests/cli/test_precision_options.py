@@ -94,7 +94,13 @@ def test_plan_and_estimate_take_a_recipe(run: Any, two_layers: Path, tmp_path: P
     recipe.write_text('{"*": "bf16", "*.4.*": "mxfp8"}')
     for command in (words, ("plan", two_layers)):
         refused = run(*command, "--recipe", recipe)
-        assert refused.code == 2 and "--precision must be globs that match" in refused.err
+        assert refused.code == 2 and refused.err.startswith(f"{command[0]}: --recipe must be globs that match")
+    for content, says in {
+        '{"a": "bf16"}': "--recipe must be a mapping",
+        '{"*": "x"}': "--recipe['*'] must be one",
+    }.items():
+        recipe.write_text(content)
+        assert run("plan", two_layers, f"--recipe={recipe}").err.startswith(f"plan: {says}")
     both = run("plan", two_layers, "--recipe", recipe, "--precision", "bf16")
     assert (both.code, both.err.split(",")[0]) == (2, "plan: --precision must be left out with --recipe")
 
@@ -104,12 +110,16 @@ def test_plan_and_estimate_take_a_recipe(run: Any, two_layers: Path, tmp_path: P
     [
         (["--keep-bf16", "*.0.*"], None, "--keep-bf16 must be left out of a conversion to bf16, got *.0.*"),
         (["--keep-bf16", "a"], {"*": "bf16"}, "--keep-bf16 must be left out of a conversion to bf16"),
-        (["--keep-bf16", "*.9.*", "--precision", "mxfp8"], None, "--precision must be globs that match"),
+        (["--keep-bf16", "*.9.*", "--precision", "mxfp8"], None, "--keep-bf16 must be globs that match"),
+        (["--keep-bf16=*.0.*", "--keep-bf16=*.9.*"], {"*": "mxfp8"}, "--keep-bf16 must be globs that match"),
+        (["--keep-bf16=*.0.*"], {"*": "mxfp8", "*.9.*": "bf16"}, "--recipe must be globs that match"),
         (["--keep-bf16", "*.0.*"], {"*": "bf16", "*.0.*": "mxfp8"}, "gives 'mxfp8'. Remove one."),
-        (["--keep-bf16", "*"], {"*": "mxfp8", "*.0.*": "bf16"}, "got '*', which --precision or the recipe gives"),
+        (["--keep-bf16", "*"], {"*": "mxfp8", "*.0.*": "bf16"}, "--keep-bf16 must be globs that leave a block in MX"),
+        (["--keep-bf16", "*"], {"*": "bf16", "*.0.*": "mxfp8"}, "globs that leave a block in MX, got '*'"),
+        (["--keep-bf16", "*", "--precision", "mxfp8"], None, "leave a block in MX, got '*', which matches all of them"),
         (["--keep-bf16", "*.0.*"], {"*": "bf16", "*.mlp": "mxfp8"}, "'*.0.*' (bf16) and '*.mlp' (mxfp8), which match"),
         (["--precision", "mxfp8"], {"*": "mxfp8"}, "--precision must be left out with --recipe, got mxfp8"),
-        ([], {"*.0.*": "mxfp8"}, "--precision must be a mapping such as"),
+        ([], {"*.0.*": "mxfp8"}, "--recipe must be a mapping such as"),
         ([], {"*": "mxfp9"}, "Did you mean 'mxfp8'?"),
         ([], "*: mxfp8", "while scanning an alias"),
         ([], '{"*": "mxfp8", "*": "bf16"}', "'*' appears twice"),
@@ -118,6 +128,7 @@ def test_plan_and_estimate_take_a_recipe(run: Any, two_layers: Path, tmp_path: P
         ([], "", "no mapping"),
         ([], "'*': mxfp8" + " " * 1_000_000, "1,000,010 bytes"),
         (["--recipe", "nowhere.yaml"], None, "--recipe must be a YAML or JSON file such as"),
+        (["--recipe", "nowhere.yaml"], None, "directory: 'nowhere.yaml'). Correct the path."),
     ],
 )
 def test_refused(run: Any, two_layers: Path, tmp_path: Path, words: list[str], recipe: Any, says: str) -> None:

@@ -159,6 +159,28 @@ def test_a_method_without_codes(method, checkpoint, tmp_path):
         convert_checkpoint(source, tmp_path / "dst")
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_codes_without_a_method(method, checkpoint, tmp_path):
+    source = tmp_path / "src"
+    if method == "mxfp4":
+        aria(source)
+    else:
+        source = checkpoint("mixtral")
+        to_fp8(source)
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    expected = f"one of quant_method {method}, got none, but model.layers"
+    with refused(ConversionError, f"{source}/config.json: quantization_config", expected) as caught:
+        convert_checkpoint(source, tmp_path / "dst")
+    ends = (
+        ("down_proj_blocks and", "down_proj_scales are")
+        if method == "mxfp4"
+        else (".weight and", "weight_scale_inv are")
+    )
+    assert all(end in str(caught.value) for end in ends) and not (tmp_path / "dst").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "method", "remedy"),
     [
