@@ -68,7 +68,8 @@ class NeuronMoEConfig:
             kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by device.
         weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views; ``"kernel"``
             moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and ``[E, I, H]``).
-            ``"auto"`` is ``"stock"`` on the torch backend. ``state_dict`` and results are the same in either case.
+            ``"auto"`` is ``"stock"`` on the torch backend, and for a model that is patched already, such as a loaded
+            conversion, the layout that it has. ``state_dict`` and results are the same in either case.
         block_size: tokens per block of the blockwise MoE kernels. It decides which tokens share an MX scale in the
             weight gradients of ``"mxfp8"``; it does not change ``"bf16"`` and ``"fp32"`` results.
         activations: what a block saves for its backward. ``"full"``: its input and every checkpoint that the kernels of

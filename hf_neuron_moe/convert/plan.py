@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
 from hf_neuron_moe.convert.manifest import LeftModule, Network, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, pattern_of, public
-from hf_neuron_moe.patching.discovery import EXPERTS, Candidate, DenseRoles, discover
+from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, DenseRoles, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.precision_map import PrecisionMap
 
@@ -134,14 +135,14 @@ def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weig
 
 def _check_mx(options: ConvertOptions, candidates: list[Candidate]) -> None:
     """Refuse MX for blocks whose weights could not be loaded as codes, before anything is written."""
-    reasons = {}
-    for each in candidates:
-        reason, precision = no_codes(each), _precision(each, options)
-        if reason is not None and (precision == "mxfp8" or (precision == "mxfp4" and each.kind == EXPERTS)):
-            reasons[each.name] = reason
+    kinds = {"mxfp8": (MLP, EXPERTS), "mxfp4": (EXPERTS,), "bf16": ()}
+    asked = {each.name: no_codes(each) for each in candidates if each.kind in kinds[_precision(each, options)]}
+    reasons = {name: reason for name, reason in asked.items() if reason is not None}
     if reasons:
-        globs = " ".join(f"--keep-bf16 {glob!r}" for glob in sorted(set(map(pattern_of, reasons))))
-        got, fix = _reasons(reasons), f"Use --precision bf16, or {globs}."
+        globs = sorted(set(map(pattern_of, reasons)))
+        some_left = any(not any(fnmatch.filter([name], glob) for glob in globs) for name in asked)
+        keep = " ".join(f"--keep-bf16 {glob!r}" for glob in globs)
+        got, fix = _reasons(reasons), f"Use --precision bf16{f', or {keep}' if some_left else ''}."
         raise ConversionError.about("precision", "bf16 for blocks that are not computed with MX codes", got, fix)
 
 

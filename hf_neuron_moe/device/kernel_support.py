@@ -15,7 +15,7 @@ from torch import nn
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
-from hf_neuron_moe.backends.neuron.gates import FURTHER_ARGUMENTS
+from hf_neuron_moe.backends.neuron.gates import FURTHER_ARGUMENTS, unsupported_reason_gate
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS, KERNEL_PRECISIONS
 from hf_neuron_moe.backends.neuron.limits import ONE_EXPERT_BLOCK, Block, Device, unsupported_reason
 from hf_neuron_moe.backends.neuron.quantized_experts import NO_BACKWARD, kernel_need, unsupported_reason_quantized
@@ -96,7 +96,7 @@ class Usable:
 
     group: BlockGroup
     precision: str  # "bf16" or "mxfp8"; of MX blocks how they are stored
-    kernels: tuple[str, ...]  # nkilib's forward and backward for them; empty where none are documented
+    kernels: tuple[str, ...]  # nkilib's forward and backward for them and their gate; empty where none are documented
     here: str | None  # why not on this machine; None where they do
     documented: dict[str, str | None]  # by chip, why not with SDK 2.33 there; None where they do
     block_size: int  # that the answers are for
@@ -187,7 +187,9 @@ def _answer(group: BlockGroup, precision: str, places: _Places, size: int, unava
         reasons = dict.fromkeys((*PLATFORMS, HERE), group.reason)
     else:
         block = group.block(precision, size)
-        kernels, notes = tuple(FUNCTIONS[need][0] for need in block.needs), block.notes
+        form = (block.gate, block.biased, block.kind, precision, block.needs, DocumentedAdapter())
+        needs = () if unsupported_reason_gate(*form) is not None else block.needs
+        kernels, notes = tuple(FUNCTIONS[need][0] for need in needs), block.notes if needs else ()
         reasons = {name: unsupported_reason(block, *place) for name, place in places.items()}
         blocks = [] if group.experts is None else [group.block(precision, each) for each in BLOCK_SIZES]
     sizes = {

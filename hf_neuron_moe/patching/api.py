@@ -145,13 +145,17 @@ def _bad_option(argument: str, expected: str, value: object) -> ConfigError:
 
 def _repeated(home: nn.Module, state: PatchState, request: Request, strict: bool) -> PatchReport:
     """Answer a second call: the first one's report, if it is still the truth about the model."""
+    if request[0].weights == "auto":  # which leaves the layout open: that of the model
+        request = (replace(request[0], weights=state.request[0].weights), *request[1:])
     if state.request != request:
+        first, second = (
+            vars(config) | {"include": inc, "exclude": exc} for config, inc, exc in (state.request, request)
+        )
         differing = [
-            f"{name}={theirs!r} instead of {ours!r}"
-            for name, ours, theirs in zip(("config", "include", "exclude"), state.request, request)
-            if ours != theirs
+            f"{name}={second[name]!r} instead of {first[name]!r}" for name in first if first[name] != second[name]
         ]
-        raise changed("unpatched, or patched with the same arguments", f"a patched model and {'; '.join(differing)}")
+        got = f"one that was patched before, or loaded as a conversion, and {'; '.join(differing)}"
+        raise changed("unpatched, or patched with the same arguments", got)
     present = Counter(id(child) for module in home.modules() for child in module._modules.values())
     lost = [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
     if lost:

@@ -20,7 +20,7 @@ from hf_neuron_moe.device.kernel_support import block_groups, usable_kernels
 from hf_neuron_moe.device.tolerances import BOUNDS
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_config, tiny_model
 
 WRONG = "WRONG PACKAGE. Please install the package from Neuron Repository"
 
@@ -305,6 +305,18 @@ def test_doctor_as_json(run, mixtral_dir):
     assert bf16["block_size"] == 512 and mxfp8["documented"]["trn2"]["block_sizes"] == []
     assert mxfp8["documented"]["trn3"]["usable"] and "Trn3 only" in mxfp8["documented"]["trn2"]["reason"]
     assert not bf16["here"]["usable"] and "nki is not installed" in bf16["here"]["reason"]
+
+
+def test_doctor_names_no_kernels_for_a_gate_that_they_do_not_compute(run, tmp_path):
+    tiny_config("gpt_oss", hidden_size=512, intermediate_size=64).save_pretrained(tmp_path)
+    bf16, mxfp8 = json.loads(run("doctor", tmp_path, "--json").out)["blocks"]
+    assert bf16["kernels"] and bf16["documented"]["trn2"]["usable"]
+    assert (mxfp8["kernels"], mxfp8["documented"]["trn3"]["usable"]) == ([], False)
+    text = run("doctor", tmp_path).out
+    assert ", mxfp8: no kernels" in text and "and this is trn3" in text and "kernel pair" not in text
+    tiny_config("llama_biased").save_pretrained(tmp_path / "dense")
+    blocks = json.loads(run("doctor", tmp_path / "dense", "--json").out)["blocks"]
+    assert [bool(block["kernels"]) for block in blocks] == [bool(block["notes"]) for block in blocks] == [True, False]
 
 
 def test_doctor_needs_no_torch():

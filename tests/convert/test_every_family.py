@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from hf_neuron_moe.convert.audit.compare import Comparison, _output, blocks_of
 from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.io.tensors import open_tensors
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.convert.plan import _check_mx
+from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.patching.discovery import discover
 from tests.quantizers.test_loading import assert_same
 from tests.refusals import refused
 from tests.tiny_models import MUSE_SPARK, tiny_model, tokens
@@ -285,9 +289,27 @@ def test_what_is_copied_has_to_fit_the_model(
 @pytest.mark.parametrize(("family", "part"), [("nemotron_h", "without a gate"), ("llama_biased", "with biases")])
 def test_what_has_no_codes_is_named_before_anything_is_written(family: str, part: str, tmp_path: Path) -> None:
     source = made(family, tmp_path / "source")
-    with refused(ConversionError, "precision", f"{part}.*--keep-bf16 'model.layers"):
+    with refused(ConversionError, "precision", rf"{part}.*\. Use --precision bf16\.$"):
         convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8"))
     first, second = "model.layers.0.m*", r"model\.layers\.[12]\.\w+(\.experts)?: "
     with refused(ConversionError, "precision", second):
         convert_checkpoint(source, tmp_path / "dst", ConvertOptions({"*": "mxfp8", first: "bf16"}))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "fix"),
+    [
+        ("qwen2_moe", "mxfp8", r"bf16, or --keep-bf16 'model.layers.\*.mlp.shared_expert'\.$"),
+        ("qwen2_moe", "mxfp4", None),  # which is not for dense MLPs
+        ("llama", "mxfp8", r"bf16\.$"),  # the glob would match the other layer too
+    ],
+)
+def test_globs_are_offered_where_they_leave_a_block_in_mx(family: str, precision: str, fix: str | None) -> None:
+    candidates = discover(tiny_model(family))
+    first = next(each for each in candidates if each.roles is not None)
+    assert first.roles is not None
+    biased = replace(first, roles=replace(first.roles, biased=first.roles.linears))
+    given = [biased if each is first else each for each in candidates]
+    with nullcontext() if fix is None else refused(ConversionError, "precision", f"with biases. Use --precision {fix}"):
+        public("convert")(_check_mx)(ConvertOptions(precision), given)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.neuron.adapter import Match
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
@@ -143,6 +145,13 @@ def test_sizes_are_padded_to_what_the_kernels_take() -> None:
 def test_every_limit_has_its_reason(block: Block, device: Device, installed: Installed, reason: str | None) -> None:
     found = unsupported_reason(block, device, installed)  # type: ignore[arg-type]
     assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("block", [BF16, replace(MLP, precision="bf16")], ids=["experts", "mlp"])
+@pytest.mark.parametrize("changes", [{"biased": (True, True)}, {"gate": Gate(act="gelu")}], ids=["biases", "gelu"])
+def test_mxfp8_is_named_only_where_its_pair_computes_the_block(block: Block, changes: dict[str, Any]) -> None:
+    found = unsupported_reason(replace(block, **changes), TRN3, Installed())  # type: ignore[arg-type]
+    assert str(found).endswith("and this is trn3")
 
 
 def test_block_sizes_are_those_of_both_directions() -> None:

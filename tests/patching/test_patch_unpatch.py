@@ -83,7 +83,7 @@ def test_same_call_again_returns_the_report_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("again", "named"),
     [
-        ({"config": {"precision": "fp32"}}, "config="),
+        ({"config": {"precision": "fp32"}}, "precision="),
         ({"include": "*"}, "include="),
         ({"exclude": "model.layers.0.*"}, "exclude="),
     ],

@@ -84,7 +84,7 @@ def test_the_report_and_the_saved_bytes_are_each_blocks_own() -> None:
     assert plain["config"]["precision"] == FIRST_IN_BF16
     assert [entry["precision"] for entry in plain["entries"]] == ["bf16", "mxfp8"]
     assert patch_model(model, options) is report
-    with pytest.raises(UnsupportedModelError, match=r"config=.* instead of"):
+    with pytest.raises(UnsupportedModelError, match=r"precision='mxfp8' instead of \{.*\}\. Call unpatch"):
         patch_model(model, {**options, "precision": "mxfp8"})
     set_activations(model, f"{report.saved_bytes_per_token}B/token")
     assert [block.neuron_keep for block in model.modules() if hasattr(block, "neuron_keep")] == [

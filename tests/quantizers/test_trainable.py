@@ -11,9 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
+from hf_neuron_moe import (
+    NeuronMoEConfig,
+    NeuronMoETrainer,
+    NeuronMoETrainingArguments,
+    patch_model,
+    unpatch_model,
+)
+from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
 from tests.quantizers.conftest import UNEVEN, Converted, Source, load, patched
+from tests.refusals import refused
 from tests.tiny_models import FAMILIES, tokens
 
 
@@ -50,6 +58,30 @@ def test_it_is_the_model_that_patch_model_makes(source: Source, converted: Conve
     stock = load(source("mixtral"))
     for (name, mine), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize(("layout", "home"), [("fused", "stock"), ("kernel", "kernel")])
+def test_options_that_leave_the_layout_open_keep_that_of_the_conversion(
+    converted: Converted, tmp_path: Path, layout: str, home: str
+) -> None:
+    model = load(converted("mixtral", precision="bf16", layout=layout))
+    report = patch_model(model, {"precision": "bf16"})
+    assert report.config.weights == home and patch_model(model) is report
+    NeuronMoETrainer(model=model, args=NeuronMoETrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    assert patch_model(model, {"weights": home}) is report
+    got = "got one that was patched before, or loaded as a conversion, and {}. Call unpatch"
+    for options, differing in (
+        ({"precision": "fp32"}, "precision='fp32' instead of 'bf16'"),
+        (
+            {"weights": "stock" if home == "kernel" else "kernel"},
+            "weights='(stock|kernel)' instead of '(stock|kernel)'",
+        ),
+        ({"backend": "torch", "block_size": 128}, "backend='torch' instead of 'auto'; block_size=128 instead of 512"),
+    ):
+        with refused(UnsupportedModelError, "model", got.format(differing)):
+            patch_model(model, options)
+    with refused(UnsupportedModelError, "model", got.format(r"include=\('a',\) instead of \(\)")):
+        patch_model(model, include="a")
 
 
 @pytest.mark.thinned(3)

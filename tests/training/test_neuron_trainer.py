@@ -97,7 +97,7 @@ def test_the_same_configuration_may_be_there_already_and_another_may_not(tmp_pat
     model = tiny_model("llama")
     patch_model(model, {"precision": "mxfp8"})
     before = snapshot(model)
-    with refused(UnsupportedModelError, "model", "config="):
+    with refused(UnsupportedModelError, "model", "precision='bf16' instead of 'mxfp8'"):
         trainer(model, tmp_path)
     assert_same_snapshot(snapshot(model), before)
     run = trainer(model, tmp_path, neuron_precision="mxfp8")

@@ -7,7 +7,7 @@ Sources: nki-library 2.29 to 2.33: ``mlp_mxfp8`` (2.30), ``moe_cte`` shard_on_i,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.neuron import versions
@@ -105,7 +105,9 @@ def unsupported_reason(block: Block, device: Device, adapter: Adapter) -> str | 
         return f"{ON_TRN3}, and this is {device.platform}"
     if bf16 and device.platform != "trn2" and not device.assumed:
         only = "the documents give the bf16 kernels of experts, which also compute dense MLPs, for Trn2 only"
-        return f"{only}, and this is {device.platform}; precision='mxfp8' has a kernel pair there"
+        other = unsupported_reason(replace(block, precision="mxfp8"), device, adapter)
+        hint = "" if other is not None else "; precision='mxfp8' has a kernel pair there"
+        return f"{only}, and this is {device.platform}{hint}"
     if block.blockwise and device.lnc != 2:
         return "the experts' backward needs two physical cores per logical core (LNC 2), and LNC is 1"
     reason = adapter.unsupported_reason(*block.needs)
