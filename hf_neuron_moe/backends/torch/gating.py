@@ -164,8 +164,14 @@ def _gelu_grad_(x: Tensor) -> Tensor:
 
 def _gelu_tanh_grad_(x: Tensor) -> Tensor:
     square = x.square()
-    exponent = square.mul(_TANH_CUBE).add_(1).mul_(x).mul_(2 * _TANH_SCALE)
-    return _logistic_grad_(x.mul_(square.mul_(3 * _TANH_CUBE).add_(1).mul_(2 * _TANH_SCALE)), exponent)
+    slope = square.mul(6 * _TANH_SCALE * _TANH_CUBE).add_(2 * _TANH_SCALE)
+    exponent = square.mul_(2 * _TANH_SCALE * _TANH_CUBE).add_(2 * _TANH_SCALE).mul_(x)
+    return _logistic_grad_(x.mul_(slope), exponent)
+
+
+def _gelu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    result: Tensor = torch.ops.aten.gelu_backward.grad_input(factor, values, grad_input=out)
+    return result
 
 
 class Activation(NamedTuple):
@@ -198,7 +204,7 @@ ACTIVATIONS = {
     "swish": Activation(
         lambda x: x * torch.sigmoid(x * SWISH_BETA), lambda x: _logistic_grad_(x.mul_(SWISH_BETA), x.clone())
     ),
-    "gelu": Activation(F.gelu, _gelu_grad_, torch.ops.aten.gelu_),
+    "gelu": Activation(F.gelu, _gelu_grad_, torch.ops.aten.gelu_, _gelu_slope),
     "gelu_tanh": Activation(
         lambda x: F.gelu(x, approximate="tanh"),
         _gelu_tanh_grad_,
