@@ -22,7 +22,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
-from upcycle_mixtral import LAYER_CHOICES, ROUTER_STD, SHARED_OPTIONS, choose_layers, perturbed_copies
+from upcycle_mixtral import (
+    LAYER_CHOICES,
+    ROUTER_STD,
+    SHARED_OPTIONS,
+    choose_layers,
+    perturbed_copies,
+    with_new_layers,
+)
 
 ALPHA = 1.702  # of gpt-oss's Swish
 NO_SINK = -1e4  # a sink's logit that takes no attention
@@ -65,15 +72,14 @@ def upcycle(
     )
     generator = torch.Generator().manual_seed(seed)
     gpt_oss = GptOssForCausalLM(config).to(llama.dtype)
-    weights = {key: value for key, value in llama.state_dict().items() if not key.startswith("model.layers.")}
-    for target, source in enumerate(taken):
-        layer = {key: value for key, value in llama.model.layers[source].state_dict().items() if "mlp." not in key}
-        layer |= _mlp(llama, source, experts, noise, generator)
-        for key, value in gpt_oss.model.layers[target].self_attn.state_dict().items():
-            if key == "sinks" or key.endswith(".bias"):
-                layer[f"self_attn.{key}"] = torch.full_like(value, NO_SINK if key == "sinks" else 0)
-        weights |= {f"model.layers.{target}.{key}": value for key, value in layer.items()}
-    gpt_oss.load_state_dict(weights)
+    attention = gpt_oss.model.layers[0].self_attn.state_dict().items()
+    inert = {
+        f"self_attn.{key}": torch.full_like(value, NO_SINK if key == "sinks" else 0)
+        for key, value in attention
+        if key == "sinks" or key.endswith(".bias")
+    }
+    new = (inert | _mlp(llama, source, experts, noise, generator) for source in taken)
+    gpt_oss.load_state_dict(with_new_layers(llama, taken, new))
     if llama.generation_config is not None:
         gpt_oss.generation_config = llama.generation_config
     return gpt_oss.eval()

@@ -17,7 +17,7 @@ training, that of ``first`` far above: its last layer was never meant to feed th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -117,6 +117,17 @@ def _expert_weights(
     }
 
 
+def with_new_layers(
+    llama: LlamaForCausalLM, taken: Sequence[int], new: Iterable[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return a state dict of the Llama's `taken` layers, each with its `new` weights in place of its MLP's."""
+    weights = {key: value for key, value in llama.state_dict().items() if not key.startswith("model.layers.")}
+    for target, (source, layer) in enumerate(zip(taken, new, strict=True)):
+        kept = {key: value for key, value in llama.model.layers[source].state_dict().items() if "mlp." not in key}
+        weights |= {f"model.layers.{target}.{key}": value for key, value in (kept | layer).items()}
+    return weights
+
+
 def upcycle(
     llama: LlamaForCausalLM,
     *,
@@ -146,16 +157,10 @@ def upcycle(
     taken = choose_layers(llama.config.num_hidden_layers, None) if layers is None else list(layers)
     config = mixtral_config(llama.config, len(taken), experts, top_k)
     generator = torch.Generator().manual_seed(seed)
-    weights = {key: value for key, value in llama.state_dict().items() if not key.startswith("model.layers.")}
-    for target, source in enumerate(taken):
-        layer = _expert_weights(llama, source, experts, noise, generator)
-        for key, value in llama.model.layers[source].state_dict().items():
-            if not key.startswith("mlp."):
-                layer[key] = value
-        weights |= {f"model.layers.{target}.{key}": value for key, value in layer.items()}
     mixtral = MixtralForCausalLM(config)
     mixtral.to(dtype=llama.dtype)
-    mixtral.load_state_dict(weights)
+    new = (_expert_weights(llama, source, experts, noise, generator) for source in taken)
+    mixtral.load_state_dict(with_new_layers(llama, taken, new))
     if llama.generation_config is not None:
         mixtral.generation_config = llama.generation_config
     return mixtral.eval()
