@@ -157,7 +157,7 @@ def _repeated(home: nn.Module, state: PatchState, request: Request, strict: bool
         got = f"one that was patched before, or loaded as a conversion, and {'; '.join(differing)}"
         raise changed("unpatched, or patched with the same arguments", got)
     present = Counter(id(child) for module in home.modules() for child in module._modules.values())
-    lost = [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
+    lost = [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places or not swap.is_there]
     if lost:
         raise changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
     check_called(home, ((swap.name, swap.replacement) for swap in state.swaps))
