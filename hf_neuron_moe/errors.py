@@ -99,6 +99,10 @@ class UnsupportedModelError(PatchError):
     """The model as a whole is in a state that cannot be patched (quantized, sharded, already patched differently)."""
 
 
+class RankError(NeuronMoEError, RuntimeError):
+    """The ranks of a job are not alike, or one of them failed or does not answer; no rank goes on."""
+
+
 class RoutingReplayError(NeuronMoEError, RuntimeError):
     """A recomputation makes other routing decisions than the run it repeats."""
 
