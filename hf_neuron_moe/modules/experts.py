@@ -21,6 +21,7 @@ from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.engine import axis_parts
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
@@ -37,6 +38,8 @@ class ExpertsBlock(NeuronBlock):
         super().__init__(original, name, config)
         self.neuron_form = read_experts(original)
         self._remember_activation(self.neuron_form.activation, self.neuron_form.gate)
+        # Processes that add up their results, each with a part of the intermediate axis.
+        self.neuron_parts, _ = axis_parts(parameter_of(original, self.neuron_form.down), self.neuron_form.axes[1])
 
     @property
     def neuron_shape(self) -> SavedBlock:
@@ -153,7 +156,7 @@ def called(
     if form.call == SHARED:
         return experts_calls.shared(operator, experts, *inputs)
     if form.call == IDENTITY:
-        return experts_calls.identity(operator, experts, *inputs)
+        return experts_calls.identity(operator, experts, getattr(module, "neuron_parts", 1), *inputs)
     if form.call == BY_EXPERT:
         return experts_calls.by_expert(operator, experts, *inputs)
     if form.call == SORTED:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, known_names, public, with_article
-from hf_neuron_moe.modules.engine import is_sharded_at_loading
+from hf_neuron_moe.modules.engine import has_stages, is_sharded_at_loading
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, Request, apply_plan, report_of, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
@@ -75,7 +75,7 @@ def patch_model(
     if is_sharded_at_loading(home):  # whose collectives would wait for a rank that patches otherwise
         with OneAnswer() as facts:
             plan, report = _planned(model, home, prefix, request, strict)
-            facts |= facts_of(report)
+            facts |= facts_of(report, same_blocks=not has_stages(home))
     else:
         plan, report = _planned(model, home, prefix, request, strict)
     apply_plan(home, plan, PatchState(report, request, prefix))

@@ -104,8 +104,11 @@ def same_on_all_ranks(
             raise RankError.about(name, "the same on all ranks", got, fix)
 
 
-def facts_of(report: PatchReport) -> dict[str, str]:
-    """Return what of a planned patch has to be the same on all ranks, as text by name; causes before the plan."""
+def facts_of(report: PatchReport, *, same_blocks: bool = True) -> dict[str, str]:
+    """Return what of a planned patch has to be the same on all ranks, as text by name; causes before the plan.
+
+    Without `same_blocks`, ranks have other layers: stages of a pipeline.
+    """
     packages = {"hf_neuron_moe": __version__, "torch": str(torch.__version__)}
     packages["transformers"] = importlib.metadata.version("transformers")
     packages |= {name: versions.installed_version(name) or "none" for name in versions.PACKAGES}
@@ -114,7 +117,8 @@ def facts_of(report: PatchReport) -> dict[str, str]:
     facts |= {f"environment variable {name}": repr(os.environ.get(name, "")) for name in _VARIABLES}
     # What the processor decides: another rank would compute other bits.
     facts[compute.OPTION] = ", ".join(sorted({entry.products for entry in report.patched} - {""})) or "no products"
-    return facts | {f"plan of {entry.name or 'the model'}": _planned(entry) for entry in report.entries}
+    blocks = report.entries if same_blocks else ()
+    return facts | {f"plan of {entry.name or 'the model'}": _planned(entry) for entry in blocks}
 
 
 def _planned(entry: PatchEntry) -> str:
