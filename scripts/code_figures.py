@@ -46,6 +46,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "training": GROUND | {"checks", "formats", "backends", "modules", "patching"},
     "convert": GROUND | {"checks", "formats", "patching"},
     "quantizers": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert"},
+    "parity": GROUND | {"patching"},
     "device": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert", "quantizers", "reference"},
     "report": GROUND,
     "cli": GROUND | {"backends", "patching", "training", "convert", "device", "report"},

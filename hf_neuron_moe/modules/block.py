@@ -25,7 +25,8 @@ from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes, saved_byt
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import ACTIVATIONS, CALL_HOOKS, gate_of, has_call_hooks, unsupported_activation
 
-_OWN_COPY = ("_parameters", "_buffers", "_modules")
+OWN_COPY = ("_parameters", "_buffers", "_modules")
+"""Attributes of ``nn.Module`` that a replacement has copies of."""
 HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
 
@@ -39,12 +40,14 @@ class NeuronBlock(nn.Module):
     neuron_rules: tuple[WeightRule, ...] = ()  # how parameters in kernel layout are made; empty in stock layout
     neuron_stock_order: tuple[str, ...] = ()  # state_dict names that `neuron_rules` read, in the original's order
     neuron_top_k: int | None = None  # experts per token, 0 where the model does not say; None for a dense MLP
+    neuron_former_forward: Any = None  # of a block that computes for a module which stays: what was there before
+    neuron_installed: Any = None  # and what was put there
     neuron_long_calls: LongCalls | None = None  # those too long for the kernels; None: none are, or they raise
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()
         for key, value in original.__dict__.items():
-            self.__dict__[key] = value.copy() if key in _OWN_COPY else value
+            self.__dict__[key] = value.copy() if key in OWN_COPY else value
         self.neuron_name = name
         self.neuron_stock_class: type[nn.Module] = type(original)
         self.neuron_config = config
@@ -151,7 +154,7 @@ def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
     replacement's present values. Weights in kernel layout are handled by :func:`restore_layout`.
     """
     moved = {rule.kernel for rule in replacement.neuron_rules if not rule.keeps_layout}
-    for kind in _OWN_COPY:
+    for kind in OWN_COPY:
         mine, theirs = replacement.__dict__[kind], original.__dict__[kind]
         kept_out = moved if kind == "_parameters" else ()
         theirs.update({key: mine[key] for key in theirs if key in mine and key not in kept_out})
@@ -159,7 +162,7 @@ def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
         for name in replacement.neuron_stock_order:
             stock_slot(original, name)[0].training = replacement.training
     layout_flags = {"is_transposed", "is_concatenated"} if replacement.neuron_rules else set()
-    for key in original.__dict__.keys() & replacement.__dict__.keys() - {*_OWN_COPY, *layout_flags}:
+    for key in original.__dict__.keys() & replacement.__dict__.keys() - {*OWN_COPY, *layout_flags}:
         original.__dict__[key] = replacement.__dict__[key]
 
 

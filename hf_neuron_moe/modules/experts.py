@@ -84,7 +84,7 @@ class SelfRoutedExperts(ExpertsBlock):
 
 def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig, top_k: int) -> SavedBlock:
     """Return what the saved bytes of experts depend on; `top_k` is 0 where it is not known."""
-    E, H, I = form.sizes(module)  # noqa: E741
+    E, H, I = form.local_sizes(module)  # noqa: E741
     rows, beside = None, 0.0
     if form.call == BY_EXPERT:
         # On other devices than CPUs and GPUs every token is a row of every expert; there the chosen rows are looked up.

@@ -7,6 +7,7 @@ that transformers calls for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import UnsupportedModelError
-from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
+from hf_neuron_moe.modules.engine import axis_parts, installed, strided, uneven
+from hf_neuron_moe.modules.expert_parallel import why_not_exchanged
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.gate_source import GateSource, read_gate
 from hf_neuron_moe.modules.state_dict import WeightRule
@@ -99,6 +102,40 @@ class ExpertsForm:
         E, first, second = shape
         return (E, second, first) if self.transposed else (E, first, second)
 
+    @property
+    def axes(self) -> tuple[int, int]:
+        """The axes of gate_up and of down that are cut where the intermediate axis is."""
+        return (2, 1) if self.transposed else (1, 2)
+
+    def local_sizes(self, module: nn.Module) -> tuple[int, int, int]:
+        """Return E, H and I of what tensor and expert parallelism leave to this process."""
+        (E, H, I), down = self.sizes(module), parameter_of(module, self.down)  # noqa: E741
+        return E // axis_parts(down, 0)[0], H, I // axis_parts(down, self.axes[1])[0]
+
+
+def reasons_against_cut(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
+    """Yield why a block cannot compute experts with the parts that the engine left to this process."""
+    engine = installed(module)
+    if engine is not None and engine.experts is not None:
+        reason = why_not_exchanged(engine.experts)
+        if reason is not None:
+            yield reason
+    for name, axis in ((name, axis) for name in (*form.inputs, form.down) for axis in (0, 1, 2)):
+        parameter = parameter_of(module, name)
+        parts, _ = axis_parts(parameter, axis) if axis < parameter.dim() else (1, 0)
+        if parts == 1 or axis == 0:
+            continue
+        inner = form.sizes(module)[2]
+        halves = name != form.down and form.gate.gated and len(form.inputs) == 1 and not form.interleaved
+        if form.call not in (ROUTED, BY_EXPERT, SHARED) or form.biased or form.post_norm is not None:
+            what = "biases" if form.biased else "a norm behind each expert" if form.post_norm else f"a {form.call} call"
+            yield f"it has {what}, and tensor parallelism leaves it partial results; use expert parallelism (ep_size)"
+        if axis != form.axes[name == form.down] or strided(parameter, axis) is not halves:
+            style = "another axis" if axis != form.axes[name == form.down] else "other rows"
+            yield f"tensor parallelism cuts {name} along {style} than a block reads; leave its tp_plan as it is"
+        if inner % parts:
+            yield uneven(inner, parts)
+
 
 def parameter_of(module: nn.Module, name: str) -> Tensor:
     """Return a parameter by its path, with what an adapter or a parametrization makes of it."""
@@ -128,9 +165,8 @@ def read_experts(module: nn.Module) -> ExpertsForm:
     """Return the form of `module`; raise :class:`UnknownForm` where the operator cannot compute it."""
     if not is_decorated_experts(module):
         return _read_undecorated(module)
-    if module.__dict__.get("_is_hooked") and "forward" in module.__dict__:
-        raise UnknownForm("transformers' tensor or expert parallelism wraps its forward, which is not supported")
-    if type(module).forward.__code__ is not _dispatching_forward() or "forward" in module.__dict__:
+    own = "forward" not in module.__dict__ or installed(module) is not None
+    if type(module).forward.__code__ is not _dispatching_forward() or not own:
         raise UnknownForm("its forward is not the one that use_experts_implementation installs")
     flags = module.__dict__
     source = _gate_source(module) if flags["has_gate"] else _gate_of_child(module, "act_fn", gated=False)

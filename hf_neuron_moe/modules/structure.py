@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import with_article
+from hf_neuron_moe.modules.engine import installed, is_sharded
 
 CALL_HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -140,11 +141,14 @@ def is_inert(value: Any) -> bool:
     return type(value) in (int, float) and value == 0
 
 
-def unsupported_reason_plain_linear(module: Any) -> str | None:
-    """Return why `module` may compute something else than ``x @ weight.T + bias``, or None for a plain linear layer."""
+def unsupported_reason_plain_linear(module: Any, *, sharded: bool = False) -> str | None:
+    """Return why `module` may compute something else than ``x @ weight.T + bias``, or None for a plain linear layer.
+
+    With `sharded` it may also be one that transformers' engine cut and wrapped.
+    """
     if type(module) is not nn.Linear:
         return f"{with_article(type(module).__module__)}.{type(module).__qualname__}, not a plain torch.nn.Linear"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not (sharded and installed(module) is not None):
         return "a linear layer whose forward is overridden on the instance"
     if has_call_hooks(module):
         return "a linear layer with hooks"
@@ -152,6 +156,8 @@ def unsupported_reason_plain_linear(module: Any) -> str | None:
     if type(weight) is Tensor and module.__dict__.get("_is_replica"):  # nn.DataParallel gives devices plain tensors
         return None
     if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
+        return None
+    if sharded and is_sharded(weight):
         return None
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"a linear layer whose weight is {with_article(type(weight).__name__)} of {type(weight.data).__name__}"

@@ -69,7 +69,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def _unsupported_reason_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
             return None
-        roles, activation = self.neuron_roles, None
+        roles = self.neuron_roles
         self.neuron_watch = None
         self.neuron_adapted = False
         for name in roles.linears:
@@ -90,17 +90,24 @@ class NeuronSwiGLUMLP(NeuronBlock):
         hooked = next((root for root in wrappers if has_call_hooks(self._modules[root])), None)  # type: ignore[arg-type]
         if hooked is not None:
             return f"{hooked} has hooks"
-        if roles.activation is not None:
-            activation = self._attribute(roles.activation)
-            changed = unsupported_activation(activation, self.neuron_gate.act)
-            if changed is not None:
-                return f"{roles.activation} is {changed}"
-            if isinstance(activation, nn.Module) and has_call_hooks(activation):
-                return f"{roles.activation} has hooks"
+        changed = self._changed_activation()
+        if changed is not None:
+            return changed
         # Not while a compiler looks on, which could not make the object again in its graph.
         if not self.neuron_adapted and not is_compiling():
+            activation = None if roles.activation is None else self._attribute(roles.activation)
             self.neuron_watch = Watch(self, roles, activation, self.neuron_config.backend)
         return None
+
+    def _changed_activation(self) -> str | None:
+        name = self.neuron_roles.activation
+        if name is None:
+            return None
+        activation = self._attribute(name)
+        changed = unsupported_activation(activation, self.neuron_gate.act)
+        if changed is not None:
+            return f"{name} is {changed}"
+        return f"{name} has hooks" if isinstance(activation, nn.Module) and has_call_hooks(activation) else None
 
     def _layer(self, name: str) -> nn.Module | None:
         """The linear layer at a path, or None."""

@@ -11,7 +11,8 @@ from torch import nn
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, known_names, public, with_article
-from hf_neuron_moe.patching.apply import PatchState, Request, apply_plan, report_of, states, undo_patch
+from hf_neuron_moe.modules.engine import is_sharded_at_loading
+from hf_neuron_moe.patching.apply import PatchState, PlanItem, Request, apply_plan, report_of, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.lock import one_at_a_time
@@ -27,6 +28,7 @@ from hf_neuron_moe.patching.preconditions import (
     not_patched_here,
     warn_of_lost_forwards,
 )
+from hf_neuron_moe.patching.ranks import OneAnswer, facts_of
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, PatchReport
 from hf_neuron_moe.precision_map import PrecisionMap
 
@@ -70,6 +72,20 @@ def patch_model(
         if holder is home:
             return _repeated(home, state, request, strict)
     check_not_patched_elsewhere(model, home)
+    if is_sharded_at_loading(home):  # whose collectives would wait for a rank that patches otherwise
+        with OneAnswer() as facts:
+            plan, report = _planned(model, home, prefix, request, strict)
+            facts |= facts_of(report)
+    else:
+        plan, report = _planned(model, home, prefix, request, strict)
+    apply_plan(home, plan, PatchState(report, request, prefix))
+    return report
+
+
+def _planned(
+    model: nn.Module, home: nn.Module, prefix: str, request: Request, strict: bool
+) -> tuple[list[PlanItem], PatchReport]:
+    """Decide about every block of `home`, which is named `prefix` in `model`; nothing is changed."""
     config_asked, include_globs, exclude_globs = request
     candidates = discover(home, prefix)
     blocks = [(candidate.name, *candidate.aliases) for candidate in candidates]
@@ -81,8 +97,7 @@ def patch_model(
     plan, entries = with_policies(plan, entries, config_asked, blocks)
     report = PatchReport(config_asked, entries)
     check_outcome(model, report, strict)
-    apply_plan(home, plan, PatchState(report, request, prefix))
-    return report
+    return plan, report
 
 
 @one_at_a_time
@@ -157,7 +172,7 @@ def _repeated(home: nn.Module, state: PatchState, request: Request, strict: bool
         got = f"one that was patched before, or loaded as a conversion, and {'; '.join(differing)}"
         raise changed("unpatched, or patched with the same arguments", got)
     present = Counter(id(child) for module in home.modules() for child in module._modules.values())
-    lost = [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
+    lost = [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places or not swap.is_there]
     if lost:
         raise changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
     check_called(home, ((swap.name, swap.replacement) for swap in state.swaps))

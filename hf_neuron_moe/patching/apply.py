@@ -13,6 +13,7 @@ from torch import nn
 from hf_neuron_moe.backends import drop_weight_copies
 from hf_neuron_moe.backends.spec import Support
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.modules import in_place
 from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
 from hf_neuron_moe.modules.experts import (
@@ -23,6 +24,8 @@ from hf_neuron_moe.modules.experts import (
     SharedExperts,
 )
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, SHARED, SORTED
+from hf_neuron_moe.modules.in_place import computes_for
+from hf_neuron_moe.modules.sharded_mlp import ShardedSwiGLUMLP, is_parallel
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching import checkpoint_names, model_methods, optimizer_layout
 from hf_neuron_moe.patching.discovery import Candidate
@@ -46,6 +49,12 @@ class Swap:
     original: nn.Module
     replacement: NeuronBlock
     places: int = 0  # number of slots in which the replacement was registered
+    stays: bool = False  # the original stays where it is, and the replacement computes for it
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the replacement, in place of a module that stays, still computes."""
+        return not self.stays or computes_for(self.replacement, self.original)
 
 
 @dataclass
@@ -107,6 +116,8 @@ def build(item: PlanItem) -> Swap:
     replacement: NeuronBlock
     if candidate.roles is not None:
         dense = KernelLayoutSwiGLUMLP if kernel else NeuronSwiGLUMLP
+        if candidate.sharded and is_parallel(candidate.module, candidate.roles):
+            dense = ShardedSwiGLUMLP
         replacement = dense(candidate.module, candidate.name, config, candidate.roles)
     else:
         assert candidate.form is not None
@@ -117,11 +128,14 @@ def build(item: PlanItem) -> Swap:
             experts = SharedExperts
         replacement = experts(candidate.module, candidate.name, config)
         replacement.neuron_top_k = candidate.top_k
-    return Swap(candidate.name, candidate.module, replacement)
+    return Swap(candidate.name, candidate.module, replacement, stays=candidate.stays)
 
 
 def put_in(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]]) -> None:
     """Register the replacement wherever the original is registered; `slots` are the model's, or those of the swap."""
+    if swap.stays:
+        in_place.install(swap.replacement, swap.original)
+        return
     places = slots.get(id(swap.original), ())
     for parent, attr in places:
         parent._modules[attr] = swap.replacement
@@ -130,6 +144,9 @@ def put_in(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]]) ->
 
 def take_out(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]] | None = None) -> None:
     """Register the original, with the replacement's present state, wherever the replacement is registered."""
+    if swap.stays:
+        in_place.remove(swap.replacement, swap.original)
+        return
     restore_layout(swap.replacement, swap.original)
     give_back(swap.replacement, swap.original)
     places = (all_slots(model) if slots is None else slots).get(id(swap.replacement), ())

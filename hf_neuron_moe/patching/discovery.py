@@ -20,12 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
-from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, stock_class
 from hf_neuron_moe.modules.experts_calls import SHARED, known_call
-from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts
+from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts, reasons_against_cut
 from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.in_place import block_of
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
+from hf_neuron_moe.modules.sharded_mlp import reasons_against_parallel
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (
     act_of,
@@ -70,6 +72,7 @@ class Candidate:
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)  # ``(E, H, I)``; E is None for a dense MLP
     top_k: int | None = None  # experts per token; None for a dense MLP, 0 where the model does not say
     gated: bool = True  # False where no two branches are multiplied, which no kernel here is meant for
+    sharded: bool = False  # its weights were cut while loading, so that the module has to stay where it is
     listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
 
     @property
@@ -78,6 +81,21 @@ class Candidate:
         if self.form is not None:
             return self.form.gate
         return SWIGLU if self.roles is None else self.roles.gate
+
+    @property
+    def local_sizes(self) -> tuple[int | None, int | None, int | None]:
+        """``(E, H, I)`` of what tensor and expert parallelism leave to this process."""
+        if self.form is not None:
+            return self.form.local_sizes(self.module)
+        E, H, I = self.sizes  # noqa: E741
+        if self.roles is None or I is None:
+            return self.sizes
+        return E, H, I // axis_parts(self.module.get_parameter(f"{self.roles.down}.weight"), 1)[0]
+
+    @property
+    def stays(self) -> bool:
+        """Whether a block computes for the module, which stays where it is, and does not replace it."""
+        return self.sharded and self.kind == EXPERTS
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -135,9 +153,9 @@ def _stated_top_k(holder: Any) -> int | None:
 
 
 def _kind(module: nn.Module) -> str | None:
-    if isinstance(module, NeuronBlock | ReplacedLayers | nn.ModuleList | nn.ModuleDict):
+    if block_of(module) is not None or isinstance(module, ReplacedLayers | nn.ModuleList | nn.ModuleDict):
         return None
-    class_name, named = type(module).__name__, _has_dense_names(module)
+    class_name, named = stock_class(module).__name__, _has_dense_names(module)
     stacked = any(param.dim() == 3 for param in module._parameters.values() if param is not None)
     if is_decorated_experts(module) or (stacked and (named or class_name.endswith(_EXPERTS_SUFFIX))):
         return EXPERTS
@@ -178,7 +196,8 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
 
 
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
-    base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module))
+    sharded = any(map(is_sharded, module.parameters())) or installed(module) is not None
+    base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module), sharded=sharded)
     if kind == MLP and not base.gated:
         none = "its forward multiplies no two branches before a projection"
         row = "two projections in a row" if len(_matrices(module)) == 2 else none
@@ -190,7 +209,9 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     except NotSwiGLU as answer:
         # What a reader looks for first: a wrapped module explains more than the source does.
         return replace(base, reason=next(chain(_instance_reasons(module), [str(answer)])))
-    reason = next(chain(_instance_reasons(module), _role_reasons(module, roles)), None)
+    reason = next(
+        chain(_instance_reasons(module), _role_reasons(module, roles), reasons_against_parallel(module, roles)), None
+    )
     if reason is not None:
         return replace(base, reason=reason)
     H, I = module.get_parameter(f"{roles.down}.weight").shape  # noqa: E741
@@ -203,7 +224,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
 def _instance_reasons(module: nn.Module) -> Iterator[str]:
     if hasattr(module, "_hf_hook") or hasattr(module, "_old_forward"):
         yield "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and installed(module) is None:
         yield "its forward is overridden on the instance"
     if getattr(module, "_compiled_call_impl", None) is not None:
         yield "it is compiled (module.compile()) and would go on computing the stock code; compile it after patching"
@@ -220,7 +241,7 @@ def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
         except AttributeError:
             yield f"{name} is no module"
             return
-        reason = unsupported_reason_plain_linear(child)
+        reason = unsupported_reason_plain_linear(child, sharded=True)
         if reason is not None:
             yield f"{name} is {reason}"
     if roles.activation is not None:
@@ -264,7 +285,7 @@ def _judge_experts(base: Candidate) -> Candidate:
         form = read_experts(base.module)
     except UnknownForm as answer:
         return replace(base, reason=str(answer))
-    reason = next(_experts_reasons(base.module, form), None)
+    reason = next(chain(reasons_against_cut(base.module, form), _experts_reasons(base.module, form)), None)
     return replace(base, reason=reason, form=form, sizes=form.sizes(base.module))
 
 
@@ -273,7 +294,8 @@ def _experts_reasons(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
     for name, param in parameters.items():
         if param is None or type(param) is FakeTensor:
             continue
-        if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:  # quantized, or sharded
+        plain = is_sharded(param) or (type(param) is nn.Parameter and type(param.data) is torch.Tensor)
+        if not plain:  # quantized, or sharded by others
             kind = with_article(type(param).__name__)
             yield f"its {name} is {kind} of {type(param.data).__name__}, not a plain parameter"
     yield from _dtype_reasons(module)

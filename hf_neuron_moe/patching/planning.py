@@ -88,7 +88,7 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     """
     backend = resolve_backend(config.backend, _device(candidate))
     kernels = get_backend(backend)
-    fixed = candidate.form is not None and candidate.form.stock_only is not None
+    fixed = candidate.sharded or (candidate.form is not None and candidate.form.stock_only is not None)
     preferred = "stock" if fixed else kernels.default_layout
     layout = preferred if config.weights == "auto" else config.weights
     precision = precision_of(config.precision, (candidate.name, *candidate.aliases))
@@ -98,7 +98,8 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     if config.fallback != "torch":
         return PlanItem(candidate, resolved, support._replace(most_tokens=None))
     if support.reason is not None:
-        layout = get_backend(config.fallback).default_layout if config.weights == "auto" else config.weights
+        default = "stock" if fixed else get_backend(config.fallback).default_layout
+        layout = default if config.weights == "auto" else config.weights
         return PlanItem(candidate, replace(resolved, backend=config.fallback, weights=layout), fallback=support.reason)
     if support.most_tokens is not None:
         long = f"calls of more than {support.most_tokens:,} tokens run on torch"
@@ -114,7 +115,7 @@ def _device(candidate: Candidate) -> torch.device:
 
 def block_shape(candidate: Candidate, layout: str) -> BlockShape:
     """Return what a backend is told of a candidate that can be patched, with its weights in this layout."""
-    experts, hidden, inner = candidate.sizes
+    experts, hidden, inner = candidate.local_sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused before"
     roles = candidate.roles
     form, biased = candidate.form, (False, False)
@@ -144,6 +145,8 @@ def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
 
 def _layout_reasons(candidate: Candidate, around: _Surroundings) -> Iterator[str]:
     """Yield why its weights cannot have the kernels' layout."""
+    if candidate.sharded:
+        yield "its weights were sharded while loading, by their stock shapes; use weights='stock'"
     if candidate.form is not None and candidate.form.stock_only is not None:
         yield f"{candidate.form.stock_only}; use weights='stock'"
         return

@@ -18,7 +18,8 @@ from hf_neuron_moe.errors import (
     spelled_together,
     with_article,
 )
-from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.engine import is_sharded_at_loading
+from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.apply import Swap, states
@@ -82,16 +83,9 @@ def _quantized(model: nn.Module) -> Iterator[str]:
             yield f"the parameter {name!r} of dtype {param.dtype}"
 
 
-def _sharded_at_loading(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if getattr(module, "is_distributed_loading_by_transformers", False) is True:
-            asked = getattr(getattr(module, "config", None), "distributed_config", None)
-            sizes = {key: getattr(asked, key, None) for key in ("tp_size", "ep_size", "fsdp_size")}
-            named = ", ".join(f"{key}={size}" for key, size in sizes.items() if size not in (None, 1))
-            yield f"one that from_pretrained sharded{_at(name)}" + (f" ({named})" if named else "")
-
-
 def _sharded(model: nn.Module) -> Iterator[str]:
+    if is_sharded_at_loading(model):
+        return
     for name, module in model.named_modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             yield f"a model sharded by fully_shard{_at(name)}"
@@ -112,12 +106,11 @@ def _offloaded(model: nn.Module) -> Iterator[str]:
 _RULES: tuple[tuple[str, Callable[[nn.Module], Iterator[str]], str], ...] = (
     ("a model without quantization", _quantized, _NOT_QUANTIZED),
     (
-        "a model that transformers did not shard while loading",
-        _sharded_at_loading,
-        "Load it without distributed_config, tp_plan and device_map, patch it, then shard it with FSDP (accelerate or "
-        "fully_shard) or wrap it with DDP. Patched blocks do not support tensor or expert parallelism.",
+        "a model whose weights are whole, or that transformers sharded while loading it",
+        _sharded,
+        "Load it with from_pretrained(..., distributed_config=DistributedConfig(...)) and patch it then, or patch it "
+        "first and shard it afterwards (accelerate's FSDP, fully_shard).",
     ),
-    ("a model whose weights are whole", _sharded, "Patch the model first and shard it afterwards."),
     ("a model whose weights are in memory", _offloaded, "Load it without disk or CPU offload."),
 )
 
@@ -168,7 +161,7 @@ def not_patched_here(model: object) -> UnsupportedModelError:
 
 
 def _refuse_foreign_blocks(model: nn.Module) -> None:
-    blocks = [name for name, module in model.named_modules() if isinstance(module, NeuronBlock)]
+    blocks = [name for name, _ in named_blocks(model)]
     if blocks:
         raise unsupported(
             "the object that patch_model was called on",

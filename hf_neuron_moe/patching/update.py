@@ -12,6 +12,7 @@ from hf_neuron_moe.activation_policy import as_activations, canonical_keep
 from hf_neuron_moe.backends import drop_weight_copies, get_backend, resolve_backend
 from hf_neuron_moe.errors import ConfigError, public, with_article
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.apply import states
 from hf_neuron_moe.patching.lock import one_at_a_time
@@ -31,10 +32,9 @@ def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
     """
     names: dict[int, list[str]] = {}
     blocks: dict[int, NeuronBlock] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, NeuronBlock):
-            names.setdefault(id(module), []).append(name)
-            blocks[id(module)] = module
+    for name, block in named_blocks(model, remove_duplicate=False):
+        names.setdefault(id(block), []).append(name)
+        blocks[id(block)] = block
     if not blocks:
         fix = "Call patch_model(model, NeuronMoEConfig(activations=...))."
         raise unsupported("a model with patched blocks", f"{with_article(type(model).__name__)} without any", fix)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import ExpertsBlock, NeuronExperts
 from hf_neuron_moe.modules.experts_calls import SHARED, STACKED
+from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching.apply import report_of
@@ -28,9 +29,8 @@ PROJECTIONS = ("gate", "up", "down")
 def patched_blocks(model: nn.Module) -> dict[str, NeuronBlock]:
     """Return the patched blocks of `model` by the names that the patch report has for them."""
     found: dict[str, NeuronBlock] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, NeuronBlock):
-            found[name if module.neuron_name in found else module.neuron_name] = module
+    for name, block in named_blocks(model):
+        found[name if block.neuron_name in found else block.neuron_name] = block
     return found
 
 

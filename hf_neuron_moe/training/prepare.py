@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
-from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import KernelLayoutExperts
+from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP
@@ -22,7 +22,7 @@ from hf_neuron_moe.patching.lock import one_at_a_time
 
 def is_patched(model: nn.Module) -> bool:
     """Return whether `model` has patched blocks, frozen ones included."""
-    return any(isinstance(module, NeuronBlock) for module in model.modules())
+    return any(True for _ in named_blocks(model))
 
 
 def refuse_sharded_kernel_layout(model: nn.Module) -> None:

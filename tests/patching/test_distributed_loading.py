@@ -13,9 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from hf_neuron_moe import patch_model
-from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe import patch_model, unpatch_model
+from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.modules.experts import register_experts_implementation
+from hf_neuron_moe.modules.in_place import block_of
+from hf_neuron_moe.training.blocks import patched_blocks
 from tests.refusals import refused
 from tests.tiny_models import tiny_model, tokens
 
@@ -47,22 +49,54 @@ def sharded(tmp_path: Path, **sizes: int) -> Any:
     return AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
 
 
+LAYOUTS: list[dict[str, int]] = [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}]
+
+
 @sizes_named
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2}])
-def test_patching_names_what_sharded_the_model_and_a_way_that_exists(sizes: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [*LAYOUTS, {"fsdp_size": 2}])
+def test_experts_stay_and_their_blocks_know_their_part(sizes: dict[str, int], tmp_path: Path) -> None:
     model = sharded(tmp_path, **sizes)
-    named = ", ".join(f"{key}={value}" for key, value in sizes.items())
-    with refused(UnsupportedModelError, "model", rf"sharded \({named}\).*distributed_config"):
-        patch_model(model)
+    experts = model.model.layers[0].mlp.experts
+    forward, config = experts.__dict__.get("forward"), model.config._experts_implementation
+    report = patch_model(model, {"precision": "fp32"})
+    assert model.model.layers[0].mlp.experts is experts
+    assert [entry.weights for entry in report.patched] == ["stock"] * 2
+    block = block_of(experts)
+    assert block is not None and list(patched_blocks(model)) == [entry.name for entry in report.patched]
+    parallel = "ep_size" in sizes
+    shape = block.neuron_shape
+    assert (shape.experts, shape.intermediate) == (2 if parallel else 4, 24 if sizes == LAYOUTS[0] else 48)
+    assert model(tokens()).logits.shape == (2, 9, 64)
+    assert patch_model(model, {"precision": "fp32"}) == report
+    unpatch_model(model)
+    assert block_of(experts) is None and experts.__dict__.get("forward") is forward
+    assert model.config._experts_implementation == config
 
 
 @sizes_named
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}])
-def test_a_registered_implementation_says_that_it_does_not_support_this(sizes: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_registered_implementation_runs_on_the_parts(sizes: dict[str, int], tmp_path: Path) -> None:
     model = sharded(tmp_path, **sizes)
     model.set_experts_implementation(NAME)
-    with refused(UnsupportedModelError, "MixtralExperts", "'grouped_mm'"):
-        model(tokens())
+    assert model(tokens()).logits.shape == (2, 9, 64)
+
+
+@sizes_named
+def test_kernel_layout_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model = sharded(tmp_path, tp_size=2)
+    with refused(NothingToPatchError, "model", "sharded while loading.*weights='stock'"):
+        patch_model(model, {"weights": "kernel"})
+    assert not list(patched_blocks(model))
+
+
+@sizes_named
+def test_a_forward_put_on_experts_later_is_noticed(tmp_path: Path) -> None:
+    model = sharded(tmp_path, tp_size=2)
+    patch_model(model, {"precision": "fp32"})
+    experts = model.model.layers[1].mlp.experts
+    experts.forward = lambda hidden, ids, weights: hidden
+    with refused(UnsupportedModelError, "model", "exchanged: model.layers.1.mlp.experts"):
+        patch_model(model, {"precision": "fp32"})
 
 
 def test_a_registered_implementation_runs_in_a_model_that_fsdp_shards(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""A dense MLP whose layers transformers' tensor parallelism cut: each process has a part of the intermediate axis.
+
+The block computes with its parts and does once what the layers' installed forwards do one by one: gradients of the
+input are summed in the backward, results in the forward. What it returns before the sum is rounded to the input's
+dtype, as a kernel's result is.
+
+I intermediate size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_neuron_moe.backends.spec import FFNWeights
+from hf_neuron_moe.modules.collectives import sum_gradients, sum_results
+from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.engine import axis_parts, group_of, installed, local, style_name, uneven
+from hf_neuron_moe.modules.saved_bytes import SavedBlock
+from hf_neuron_moe.modules.structure import unsupported_reason_plain_linear
+from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP, ffn_weights
+
+_INPUTS = {False: "colwise", True: "packed_colwise"}
+"""The engine's style for a layer before the product, by whether it is gate's and up's in one."""
+
+
+def is_parallel(module: nn.Module, roles: DenseRoles) -> bool:
+    """Return whether tensor parallelism cut the layers of an MLP."""
+    return any(installed(module.get_submodule(name)) is not None for name in roles.linears)
+
+
+def reasons_against_parallel(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
+    """Yield why a block cannot compute an MLP that was sharded while loading."""
+    if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        yield "FSDP shards it as a module of its own, so that it cannot be replaced; leave it out of fsdp_plan"
+    if not is_parallel(module, roles):
+        return
+    fused = len(roles.inputs) == 1
+    wanted = dict.fromkeys(roles.inputs, "colwise" if roles.interleaved else _INPUTS[fused]) | {roles.down: "rowwise"}
+    found = {name: _style(module.get_submodule(name)) for name in roles.linears}
+    if found != wanted:
+        given = ", ".join(f"{name}: {style}" for name, style in found.items())
+        plan = ", ".join(f"{name!r}: {style!r}" for name, style in wanted.items())
+        yield f"tensor parallelism cuts it by {given}; pass rules for {{{plan}}} in DistributedConfig(tp_plan=...)"
+    down = module.get_parameter(f"{roles.down}.weight")
+    inner, (parts, _) = down.shape[1], axis_parts(down, 1)
+    if inner % parts:
+        yield uneven(inner, parts)
+
+
+def _style(layer: nn.Module) -> str:
+    found = installed(layer)
+    return "not cut" if found is None else style_name(found.style)
+
+
+class ShardedSwiGLUMLP(NeuronSwiGLUMLP):
+    """A dense gated MLP with a part of its intermediate axis; all processes of its group call it together."""
+
+    neuron_forwards: list[Any] | None = None  # the layers' installed forwards, once they were found right
+
+    @property
+    def neuron_shape(self) -> SavedBlock:
+        shape, down = super().neuron_shape, self.get_submodule(self.neuron_roles.down)
+        parts, _ = axis_parts(down.weight, 1)
+        return replace(shape, intermediate=shape.intermediate // parts)
+
+    def _unsupported_reason_fused(self) -> str | None:
+        roles = self.neuron_roles
+        for name in roles.linears:
+            reason = unsupported_reason_plain_linear(self._layer(name), sharded=True)
+            if reason is not None:
+                return f"{name} is {reason}"
+        forwards = [self._layer(name).__dict__.get("forward") for name in roles.linears]
+        if forwards != self.neuron_forwards:
+            reason = next(reasons_against_parallel(self, roles), None)
+            if reason is not None:
+                return reason
+            self.neuron_forwards = forwards
+        return self._changed_activation()
+
+    def _weights(self) -> FFNWeights:
+        roles = self.neuron_roles
+        layers: list[Any] = [self._layer(name) for name in roles.linears]
+        biases = [None if layer.bias is None else local(layer.bias) for layer in layers[:-1]]
+        weights = [local(layer._parameters["weight"]) for layer in layers]
+        return ffn_weights(roles, weights, [*biases, None])  # down's is added behind the sum, once
+
+    def _compute(self, hidden_states: Tensor) -> Tensor:
+        if self._unsupported_reason_fused() is not None:
+            return super()._compute(hidden_states)  # by the layers, which sum for themselves
+        down: Any = self._layer(self.neuron_roles.down)
+        engine = installed(down)
+        assert engine is not None
+        group = group_of(engine.mesh)
+        result = sum_results(super()._compute(sum_gradients(hidden_states, group)), group)
+        return result if down.bias is None else result + local(down.bias)
