@@ -128,10 +128,9 @@ def reasons_against_cut(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
         inner = form.sizes(module)[2]
         halves = name != form.down and form.gate.gated and len(form.inputs) == 1 and not form.interleaved
         if form.call in (STACKED, SORTED) or form.biased or form.post_norm is not None:
-            what = (
-                "biases" if form.biased else "a norm behind each expert" if form.post_norm else "a bias of all experts"
-            )
-            yield f"it has {what}, and tensor parallelism leaves it partial results; use expert parallelism (ep_size)"
+            norm, bias = "a norm behind each expert", "a bias that is added to results"
+            what = bias if form.post_norm is None else norm
+            yield f"it has {what}, and tensor parallelism leaves it partial ones; use expert parallelism (ep_size)"
         if axis != form.axes[name == form.down] or strided(parameter, axis) is not halves:
             style = "another axis" if axis != form.axes[name == form.down] else "other rows"
             yield f"tensor parallelism cuts {name} along {style} than a block reads; leave its tp_plan as it is"
