@@ -7,6 +7,7 @@ transformers; the mapping to kernel arguments is in ``backends/neuron``.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from typing import NamedTuple
@@ -71,17 +72,20 @@ class Gate(NamedTuple):
 
 
 SWIGLU = Gate()
-_ABOVE_0 = ("act_max", "gate_softcap", "up_softcap", "alpha")
+_ABOVE_0 = ("gate_max", "up_max", "act_max", "gate_softcap", "up_softcap", "alpha")
 
 
 def checked_gate(gate: Gate) -> Gate:
     """Return `gate`; raise :class:`ConfigError` for numbers that define no function."""
     fix = "Leave an absent limit at None."
     for name, value in zip(gate._fields, gate, strict=True):
-        if type(value) is float and not math.isfinite(value):
-            raise ConfigError.about(name, "a finite number or None", repr(value), fix)
-        if name in _ABOVE_0 and type(value) is float and not value > 0:
-            raise ConfigError.about(name, "a number above 0", repr(value), fix)
+        if isinstance(value, (str, bool)) or value is None:
+            continue
+        held = ctypes.c_float(value).value if abs(value) < 2**1000 else math.inf  # in float32, as it is computed
+        if not math.isfinite(held):
+            raise ConfigError.about(name, "a finite number of float32 or None", repr(value), fix)
+        if name in _ABOVE_0 and not held > 0:
+            raise ConfigError.about(name, "a number above 0 in float32", repr(value), fix)
     if not gate.gated and gate != Gate(gate.act, gate.alpha, gated=False):
         raise ConfigError.about("gated", "True for a gate with limits, an offset or softcaps", "False", fix)
     for name in ("gate", "up"):
