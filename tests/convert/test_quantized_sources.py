@@ -26,10 +26,11 @@ from hf_neuron_moe.convert.estimate import estimate_conversion
 from hf_neuron_moe.convert.io import encoded
 from hf_neuron_moe.convert.layout import relayout
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
-from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from tests.convert.mutations import command
 from tests.convert.quantized_sources import MODEL, MXFP4, random_mxfp4, rewrite, to_fp8
+from tests.refusals import refused
 
 
 def values_of(tensors: dict[str, Tensor], block: tuple[int, int], scale_name: str = ".weight_scale_inv") -> dict:
@@ -247,7 +248,9 @@ def test_a_module_that_is_left_is_decoded_too(tmp_path, monkeypatch):
         return replace(candidate, reason=reason) if candidate.kind == EXPERTS else candidate
 
     monkeypatch.setattr("hf_neuron_moe.convert.plan._convertible", judged)
-    with pytest.warns(NeuronMoEWarning, match=reason):
+    with refused(ConversionError, "every MLP and experts module", "with strict"):
+        convert_checkpoint(source, tmp_path / "dst", strict=True)
+    with pytest.warns(NeuronMoEWarning, match=reason):  # Without strict it is no error
         manifest = convert_checkpoint(source, tmp_path / "dst")
     assert manifest is not None and {each.reason for each in (manifest.left or {}).values()} == {reason}
     assert verify_checkpoint(tmp_path / "dst", source).ok
