@@ -55,6 +55,22 @@ class Gate(NamedTuple):
         return ", ".join([name, *(word for word, present in words.items() if present)])
 
     @property
+    def short(self) -> str:
+        """Return the gate as a table shows it: ``silu``, or ``swish(1.702, limit 7, up + 1)``."""
+        limits = {self.gate_max if self.act_max is None else self.act_max, self.up_max, self.up_min and -self.up_min}
+        one, after = len(limits) == 1 and self.gate_min is None, "" if self.act_max is None else " afterwards"
+        words = {
+            f"{self.alpha:g}": self.act == "swish",
+            f"limit {self.up_max or 0:g}{after}" if one else "limits": self.clamped,
+            f"up + {self.up_offset:g}": self.up_offset != 0,
+            f"softcap {self.gate_softcap or 0:g}": self.gate_softcap is not None,
+            f"up softcap {self.up_softcap or 0:g}": self.up_softcap is not None,
+            "no gate": not self.gated,
+        }
+        shown = ", ".join(word for word, present in words.items() if present)
+        return f"{self.act}({shown})" if shown else self.act
+
+    @property
     def text(self) -> str:
         """Return the gate as one string without ``|``; :meth:`parse` is the inverse."""
         defaults = Gate._field_defaults
