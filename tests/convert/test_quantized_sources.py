@@ -315,6 +315,44 @@ def test_reports_name_the_source(precision, checkpoint, tmp_path):
     assert "SQNR" in command("inspect", tmp_path / "dst", "--source", source)[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "floor", "bound"),
+    [(["--precision", "mxfp8"], 24.0, "6.3%"), (["--precision", "mxfp8", "--scale-rule", "floor"], 17.7, "13.0%")],
+)
+def test_codes_that_are_quantized_again_are_counted_with_the_bound(options, floor, bound, checkpoint, tmp_path):
+    source = checkpoint("qwen3_moe")
+    tensors = to_fp8(source, block=(32, 32))
+    coded = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn and ".experts." in name]
+    values = sum(tensors[name].numel() for name in coded)
+    expected = {"tensors": len(coded), "values": values, "sqnr_floor_db": floor}
+    note = f"note: {len(coded)} tensors of codes ({values:,} values) are decoded and quantized again in MX: the error"
+    assert len(coded) > 0
+    for more in (["--dry-run"], []):
+        shown = command("convert", source, tmp_path / f"json{len(more)}", *options, *more, "--json")[1]
+        assert json.loads(shown[shown.index("{") :])["requantized"] == expected
+        text = command("convert", source, tmp_path / f"text{len(more)}", *options, *more)[1]
+        assert note in text and f"at most {bound} of its norm (SQNR {floor:g} dB)" in text
+    report = verify_checkpoint(tmp_path / "text0", source)
+    assert report.ok and min(min(probe.weights.values()) for probe in report.probes) >= floor
+
+
+@pytest.mark.parametrize("how", ["bf16", "unquantized", "kept", "glob"])
+def test_what_is_not_quantized_again_has_no_such_note(how, checkpoint, tmp_path):
+    if how == "kept":
+        source, options = aria(tmp_path / "src", 512, 128)[0], ["--precision", "mxfp4"]
+    else:
+        source, options = checkpoint("qwen3_moe"), ["--precision", "bf16" if how == "bf16" else "mxfp8"]
+        options += ["--keep-bf16", "model.layers.0.*"] if how == "glob" else []
+        if how != "unquantized":
+            to_fp8(source, block=(32, 32))
+    code, printed = command("convert", source, tmp_path / "dst", *options, "--json")
+    found = json.loads(printed[printed.index("{") :])["requantized"]
+    assert code == 0 and (found is None) is (how != "glob")
+    if how == "glob":  # one layer of two
+        whole = command("convert", source, tmp_path / "all", "--precision", "mxfp8", "--json")[1]
+        assert 2 * found["tensors"] == json.loads(whole[whole.index("{") :])["requantized"]["tensors"]
+
+
 def test_a_manifest_s_codes_have_to_fit(checkpoint, tmp_path):
     """What somebody else wrote about the source is checked before it is read by."""
     source = checkpoint("qwen3_moe")
