@@ -196,6 +196,7 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
     return replace(
         _entry(item.candidate, PATCHED),
         precision=config.precision,
+        gate=item.candidate.gate.short,
         weights=config.weights,
         backend=config.backend,
         fallback=item.fallback,

@@ -119,6 +119,7 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             class_name=type(block).__name__,
             status=PATCHED,
             precision=block.neuron_config.precision,
+            gate=block.neuron_gate.short,
             experts=experts or None,
             hidden_size=hidden,
             intermediate_size=inner,
