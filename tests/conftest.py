@@ -20,6 +20,7 @@ import torch
 
 from hf_neuron_moe.backends.torch import compute
 from tests.thinned import thin
+from tests.unsynced import leave_out_syncs
 
 # No deadline: a shared CI core makes single examples slow, and that is not what these tests are about.
 _COMMON = hypothesis.settings(deadline=None, print_blob=True, max_examples=50)
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(profile)
     if profile == "fresh" and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(secrets.randbelow(2**32))
+    leave_out_syncs()
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
