@@ -29,7 +29,8 @@ hypothesis.settings.register_profile("fresh", _COMMON, derandomize=False, databa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that rewrites tests/messages.json."""
+    """Add the option that rewrites tests/messages.json, and the one for every layout over processes."""
+    parser.addoption("--all-layouts", action="store_true", help="run every cell of tests/distributed/cells.py")
     parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
 
 

@@ -71,11 +71,28 @@ def to_first_experts(model: nn.Module) -> nn.Module:
 
 def trained(cell: dict[str, Any], trial: parity.Trial, known: dict[str, parity.Run]) -> dict[str, Any]:
     """Compare losses and gradients."""
-    key = json.dumps({name: value for name, value in cell.items() if name not in ("name", "layout")}, sort_keys=True)
-    if dist.get_rank() == 0 and key not in known:
+    expected = exact = None
+    if dist.get_rank() == 0:
+        expected = alone(cell, trial, known)
+        if cell["precision"] in ("bf16", "mxfp8"):
+            exact = alone({**cell, "precision": "fp32"}, replace(trial, patch={"precision": "fp32"}), known)
+    found = parity.tried(trial, expected)
+    if found is None or expected is None:
+        return {}
+    result = {"loss": found.loss, "worst": found.worst, "gradients": found.gradients}
+    if exact is not None:
+        of_format = parity.compare(exact, expected)
+        result |= {"loss_of_format": of_format.loss, "of_format": of_format.gradients}
+    return result
+
+
+def alone(cell: dict[str, Any], trial: parity.Trial, known: dict[str, parity.Run]) -> parity.Run:
+    """Return the run on one process, the same for all layouts."""
+    apart = ("name", "layout", "plan", "exchange")
+    key = json.dumps({name: value for name, value in cell.items() if name not in apart}, sort_keys=True)
+    if key not in known:
         known[key] = parity.train(trial, parity.load(trial, distributed=False))
-    found = parity.tried(trial, known.get(key))
-    return {} if found is None else {"loss": found.loss, "worst": found.worst, "gradients": found.gradients}
+    return known[key]
 
 
 def block(cell: dict[str, Any], trial: parity.Trial) -> dict[str, Any]:
