@@ -19,7 +19,8 @@ DRIVER = "tests.distributed.layout_driver"
 FP32 = 2e-6
 """Sums in another order, relative to the norm."""
 OF_FORMAT = 1.0
-"""A layout moves inputs by fp32 rounding, which makes some values round the other way: as far as the format's own error."""
+"""The layout changes the last bits of a block's input, which makes some values round the other way. Each is then off by
+what the format's own rounding is, once for each process that rounds its share of a block's result."""
 ROUNDINGS = 2.5e-3
 """A process rounds its share of a sum to bf16; the norm of one such rounding of random values is 1.7e-3 or less."""
 
@@ -71,10 +72,12 @@ def check_training(each: cells.Cell, found: dict[str, Any], control: dict[str, A
     if each["precision"] == "fp32":
         assert found["loss"] <= FP32
         # Where gradients nearly cancel (biases and norms of keys), stock models are farther off too.
-        limits = {name: max(FP32, 2 * far) for name, far in control["gradients"].items()}
+        theirs = control.get("gradients", {})  # none of Llama 4: transformers 5.23 cannot train it so
+        limits = {name: max(FP32, 2 * theirs.get(name, 0.0)) for name in found["gradients"]}
     else:
-        assert found["loss"] <= found["loss_of_format"] * OF_FORMAT
-        limits = {name: OF_FORMAT * far for name, far in found["of_format"].items()}
+        shares = OF_FORMAT * each["layout"].get("tp", 1)
+        assert found["loss"] <= found["loss_of_format"] * shares
+        limits = {name: shares * far for name, far in found["of_format"].items()}
     far = {name: (value, limits[name]) for name, value in found["gradients"].items() if value > limits[name]}
     assert not far, far
 
