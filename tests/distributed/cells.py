@@ -81,6 +81,16 @@ ALWAYS = [
 ]
 """Two processes, in every whole run."""
 
+REFUSED = {
+    "its intermediate size 129 is no multiple of tp_size=2": cell("odd", "tp2", "fp32", kind="refused"),
+    "option precision must be the same on all ranks": cell(
+        "mixtral", "ep2", "bf16", kind="refused", on_rank_1={"precision": "mxfp8"}
+    ),
+    "use weights='stock'": cell("mixtral", "fsdp2", "bf16", kind="refused", options={"weights": "kernel"}),
+    "rank 1 must be free of errors": cell("llama", "tp2", "bf16", kind="refused", on_rank_1={"backend": "neuron"}),
+}
+"""Two processes: by what is said on the first one, what is refused on both."""
+
 ALWAYS_FOUR = [
     *trainings(("mixtral",), ("ep4", "ep4-tp2-fsdp2", "tp2-fsdp2"), ("fp32",)),
     cell("mixtral", "ep4", "fp32", idle=True, checkpointing=True),

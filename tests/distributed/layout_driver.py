@@ -33,6 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 256, "num_experts": 8, "shared_expert_intermediate_size": 256},
     "qwen3_moe": {"moe_intermediate_size": 256, "num_experts": 8},
     "gpt_oss": {"intermediate_size": 256, "num_local_experts": 8},
+    "odd": {"intermediate_size": 129, "num_local_experts": 8},
     "phi3": {"intermediate_size": 256},
     "gemma3": {"intermediate_size": 256},
     "gemma4": {"intermediate_size": 256, "moe_intermediate_size": 256, "num_experts": 8},
@@ -43,6 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 256, "num_experts": 8},
 }
 """Tiny models: I of a process is 128 where two share it, of ``mixtral_512`` 512, where MX groups stay whole."""
+FAMILIES = {"mixtral_512": "mixtral", "odd": "mixtral"}
 H = 128
 
 
@@ -51,7 +53,7 @@ def checkpoint(home: Path, name: str) -> str:
     folder = home / name
     if dist.get_rank() == 0 and not folder.exists():
         torch.manual_seed(7)
-        tiny_model(name.removesuffix("_512"), hidden_size=H, **SIZES[name]).save_pretrained(folder)
+        tiny_model(FAMILIES.get(name, name), hidden_size=H, **SIZES[name]).save_pretrained(folder)
     dist.barrier()
     return str(folder)
 
@@ -175,6 +177,8 @@ def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[
         case "saved":
             return saved(cell, trial)
         case "refused":
+            if dist.get_rank() == 1:
+                patch = {**(patch or {}), **cell.get("on_rank_1", {})}
             patch_model(parity.load(replace(trial, patch=None), distributed=True), patch)
             return {}
     return trained(cell, trial, known)

@@ -48,7 +48,7 @@ def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("two"), cells.ALWAYS, 2)
+    return run(repo_root, tmp_path_factory.mktemp("two"), [*cells.ALWAYS, *cells.REFUSED.values()], 2)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,13 @@ def test_core(each: cells.Cell, core: Results) -> None:
 @pytest.mark.parametrize("each", cells.ALWAYS, ids=lambda each: each["name"])
 def test_two_processes(each: cells.Cell, two: Results) -> None:
     check(each, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("message", cells.REFUSED)
+def test_what_is_refused_is_refused_on_every_process(message: str, two: Results) -> None:
+    errors = two[cells.REFUSED[message]["name"]]["errors"]
+    assert message in errors[0] and all(errors), errors
 
 
 @pytest.mark.slow
