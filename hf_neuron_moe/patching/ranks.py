@@ -17,21 +17,14 @@ from hf_neuron_moe.backends.torch import compute, generation
 from hf_neuron_moe.errors import RankError, spelled_together
 from hf_neuron_moe.patching.report import PatchReport
 
-ANSWER_SECONDS = 600.0
-"""How long a rank waits for the others, who may still be reading their weights; torch gives NCCL as long."""
+ANSWER_SECONDS = 600.0  # the others may still be reading their weights; torch gives NCCL as long
 
 # Environment variables that change results or which kernels can run.
 _VARIABLES = (generation.OPTION, versions.LNC_OVERRIDE, versions.LNC_VARIABLE, "NEURON_CC_FLAGS")
 # What of a block's entry in the report is compared.
 _PLANNED = ("class_name", "experts", "hidden_size", "intermediate_size", "status", "precision", "backend", "weights")
-# What to do about a fact that differs, by the beginning of its name.
-_FIXES = {
-    compute.OPTION: f"Set {compute.OPTION} to fp32 on every rank, or to native: processors or environments differ.",
-    "version of ": "Install the same packages for every rank.",
-    "option ": "Pass the same configuration on every rank.",
-    "environment variable ": "Set it to one value on every rank, or unset it.",
-    "plan of ": "Load the same model in the same way on every rank.",
-}
+_ALIKE = "Start all ranks with the same packages, model, configuration and environment variables."
+_PRODUCTS = f"Set {compute.OPTION} to fp32 on every rank, or to native: processors or environments differ."
 
 
 class OneAnswer:
@@ -60,16 +53,11 @@ def same_on_all_ranks(
     *,
     failure: Exception | None = None,
 ) -> None:
-    """Raise the same RankError on every rank if one of the `facts` differs between them, or if a rank failed.
+    """Raise the same RankError on every rank where one of the `facts`, text by name, differs or a rank has a `failure`.
 
-    One gather, which every rank has to take part in. Without other ranks it returns at once.
-
-    Args:
-        facts: text by name. Of several differences the first in the order of the lowest rank is named.
-        group: who takes part, within its own time limit. None: all ranks, in a gloo group of this call, so that no
-            accelerator is touched, that waits `timeout` seconds to connect and as long for an answer.
-        timeout: see `group`.
-        failure: what went wrong on this rank, for the others to raise; this rank returns.
+    A rank with a `failure` returns, to raise that. Every rank of `group` has to call this; without others it returns at
+    once. Without `group` all ranks make a gloo group, so that no accelerator is touched. It waits `timeout` seconds to
+    connect and as long for an answer; a given group has its own time limit. Of several differences the first is named.
     """
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake"  # which has no others
     if alone or dist.get_world_size(group) < 2:
@@ -106,8 +94,8 @@ def _compare(said: Mapping[str, tuple[str, Mapping[str, str]]]) -> None:
         for rank, (_, facts) in said.items():
             who.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(who) > 1:
-            fix = next((fix for start, fix in _FIXES.items() if name.startswith(start)), "Start all ranks alike.")
             got = " and ".join(f"{value} on {spelled_together(ranks)}" for value, ranks in who.items())
+            fix = _PRODUCTS if name == compute.OPTION else _ALIKE
             raise RankError.about(name, "the same on all ranks", got, fix)
 
 

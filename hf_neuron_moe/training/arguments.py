@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from hf_neuron_moe.activation_policy import activations_from_text, mapping_from_text, to_plain
 from hf_neuron_moe.backends import NEURON_BACKENDS
-from hf_neuron_moe.backends.neuron.versions import settle_lnc
+from hf_neuron_moe.backends.neuron.versions import settle_environment
 from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, known_names, public
 
@@ -114,7 +114,7 @@ class NeuronMoEArguments:
             given = to_plain(config.activations)
         self.neuron_activations = given
         if self.neuron_backend in NEURON_BACKENDS:
-            settle_lnc()  # the other class asks the device what it can do
+            settle_environment()  # the other class asks the device what it can do
         getattr(super(), "__post_init__", lambda: None)()
 
     @public("NeuronMoEArguments")

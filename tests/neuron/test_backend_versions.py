@@ -211,7 +211,7 @@ def test_the_variable_is_set_before_the_plugin_is_imported(
 
 def test_an_imported_plugin_has_its_default_confirmed(install: Any) -> None:
     install(**working_stack())
-    versions.settle_lnc()
+    versions.settle_environment()
     assert os.environ[versions.LNC_VARIABLE] == "1"
 
 

@@ -14,7 +14,7 @@ from hf_neuron_moe import NeuronMoEArguments, NeuronMoETrainingArguments, patch_
 from hf_neuron_moe.backends.neuron.versions import LNC_OVERRIDE, LNC_VARIABLE
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.device.installed import inspect_installation
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 
@@ -47,7 +47,16 @@ def test_an_entry_point_sets_the_variable(
     machine()
     monkeypatch.delenv(LNC_VARIABLE)
     enter(tmp_path)
-    assert os.environ[LNC_VARIABLE] == "2"
+    assert (os.environ[LNC_VARIABLE], os.environ["HF_DEACTIVATE_ASYNC_LOAD"]) == ("2", "1")
+
+
+def test_the_passes_of_earlier_releases_are_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    monkeypatch.setenv("NKI_COMPILER_FRONTEND", "custom")
+    with refused(BackendUnavailableError, "backend", "NKI_COMPILER_FRONTEND is custom", got="'neuron'"):
+        patch_model(tiny(), {"backend": "neuron", "precision": "mxfp8"})
+    monkeypatch.setenv("NKI_COMPILER_FRONTEND", "python")
+    patch_model(tiny(), {"backend": "neuron", "precision": "mxfp8"})
 
 
 @pytest.mark.parametrize("enter", ENTRIES)

@@ -21,8 +21,8 @@ from tests.tiny_models import tiny_model
 
 FAILED = "RankError", "rank 1 must be free of errors, got DTypeError: weight must be bf16, got int8. Cast it."
 DIFFERING = {
-    "precision": "option precision must be the same on all ranks, got 'bf16' on rank 0 and 'mxfp8' on rank 1. Pass the",
-    "version": "version of hf_neuron_moe must be the same on all ranks, got 0.1.0 on rank 0 and 0.2.0 on rank 1. Inst",
+    "precision": "option precision must be the same on all ranks, got 'bf16' on rank 0 and 'mxfp8' on rank 1. Start ",
+    "version": "version of hf_neuron_moe must be the same on all ranks, got 0.1.0 on rank 0 and 0.2.0 on rank 1. Star",
     "switch": "environment variable NEURON_LOGICAL_NC_CONFIG must be the same on all ranks, got '1' on rank 0 and '2' ",
     "processor": "HF_NEURON_MOE_BF16_PRODUCTS must be the same on all ranks, got bf16 products on rank 0 and fp32 pro",
     "block": "plan of model.layers.0.mlp must be the same on all ranks, got LlamaMLP, None, 64, 96, patched, bf16, ",

@@ -361,6 +361,7 @@ def test_sharded_models_are_refused(tmp_path: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = tiny_model("llama")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
@@ -368,6 +369,12 @@ def test_sharded_models_are_refused(tmp_path: Any) -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         with refused(UnsupportedModelError, "model", "shard it afterwards", got="a model sharded by fully_shard"):
             patch_model(model)
+        foreign = tiny_model("llama")
+        parallelize_module(foreign.model.layers[0].mlp, init_device_mesh("cpu", (1,)), {"up_proj": ColwiseParallel()})
+        with refused(
+            UnsupportedModelError, "model", "distributed_config", got="a sharded model: 'model.layers.0.mlp.up"
+        ):
+            patch_model(foreign)
     finally:
         dist.destroy_process_group()
 

@@ -105,6 +105,8 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
     if missing:
         python = f"; its wheels need Python 3.12 or later, this is {sys.version_info.major}.{sys.version_info.minor}"
         return "; ".join(missing) + (python if sys.version_info < MINIMUM_PYTHON else "")
+    if os.environ.get("NKI_COMPILER_FRONTEND") == "custom":
+        return "NKI_COMPILER_FRONTEND is custom, whose compiler passes do not take this package's kernels: unset it"
     if not hasattr(sys.modules["nki"], "jit"):
         return "the installed nki is PyPI's placeholder: it has no nki.jit"
     if simulator and not hasattr(sys.modules["nki"], "simulate"):
@@ -136,8 +138,8 @@ def pairing() -> str | None:
 
 @public("resolve_backend")
 def toolchain(*, simulator: bool = False) -> Toolchain:
-    """Import and return the Neuron stack, with :func:`settle_lnc` before."""
-    settle_lnc()
+    """Import and return the Neuron stack, with :func:`settle_environment` before."""
+    settle_environment()
     if (reason := why_unavailable(simulator=simulator)) is not None:
         got = f"{'nki-sim' if simulator else 'neuron'!r}: {reason}"
         fix = (
@@ -145,7 +147,7 @@ def toolchain(*, simulator: bool = False) -> Toolchain:
             "Use backend='torch' elsewhere: it computes the same contract on any device."
         )
         raise BackendUnavailableError.about("backend", "one that can run here", got, fix)
-    settle_lnc()  # the plugin that was imported may know better
+    settle_environment()  # the plugin that was imported may know better
     plugin = None if simulator else sys.modules["torch_neuronx"]
     return Toolchain(sys.modules["nki"], sys.modules["nkilib"], plugin)
 
@@ -259,10 +261,11 @@ def lnc() -> int:
 
 
 @public("neuron backend")
-def settle_lnc() -> None:
-    """Set NEURON_LOGICAL_NC_CONFIG if it is unset, before the runtime starts and reads it; nothing without nki.
+def settle_environment() -> None:
+    """Set what is unset of the variables that the stack needs, before its runtime starts; nothing without nki.
 
-    Without it kernels take LNC 1 and neuronx-cc 2, says AWS's page on NCC_EVRF066.
+    Without NEURON_LOGICAL_NC_CONFIG kernels take LNC 1 and neuronx-cc 2, says AWS's page on NCC_EVRF066. The other one
+    is documented for transformers' loader beside this device.
     """
     if not sys.modules.get("nki") and importlib.util.find_spec("nki") is None:
         return
@@ -272,6 +275,7 @@ def settle_lnc() -> None:
         expected = f"{started}, with which the runtime runs already"
         raise ConfigError.about(f"LNC ({LNC_VARIABLE})", expected, number, "Set it before Python starts.")
     os.environ.setdefault(LNC_VARIABLE, number)
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 
 _started: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()  # LNC when the plugin was used first
