@@ -335,6 +335,11 @@ def zero3(model: nn.Module) -> nn.Module:
     return model
 
 
+def of_deepspeed(model: nn.Module) -> nn.Module:
+    model.model.layers[1].mlp = type("AutoEPMoELayer", (nn.Module,), {"__module__": "deepspeed.module_inject"})()
+    return model
+
+
 def offloaded(model: nn.Module) -> nn.Module:
     model.hf_device_map = {"model": 0, "lm_head": "disk"}
     return model
@@ -346,6 +351,7 @@ def offloaded(model: nn.Module) -> nn.Module:
         (quantized, "got a quantized model"),
         (fp8, "down_proj.weight' of dtype torch.float8_e4m3fn"),
         (zero3, "'lm_head.weight' carries a ds_id"),
+        (of_deepspeed, "AutoEPMoELayer of DeepSpeed at 'model.layers.1.mlp'.*before deepspeed.initialize"),
         (offloaded, "offloaded by accelerate .*disk"),
         (lambda model: torch.compile(model), "got OptimizedModule.*patch_model.model._orig_mod"),
         (nn.DataParallel, "got DataParallel"),
