@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_neuron_moe import parity, patch_model
-from hf_neuron_moe.modules.in_place import named_blocks
+from hf_neuron_moe.training.figures import logs_of
+from hf_neuron_moe.training.metrics import TrainingMonitor
 from tests.tiny_models import tiny_model
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -139,18 +140,16 @@ def inference(trial: parity.Trial) -> dict[str, Any]:
     return {"logits": ((found - expected).norm() / expected.norm()).item()}
 
 
-def saved(cell: dict[str, Any], trial: parity.Trial) -> dict[str, Any]:
-    """Compare the bytes that the blocks' operators save for backward with what the blocks say."""
+def measured(trial: parity.Trial) -> dict[str, Any]:
+    """Return what is logged of one step."""
     model = parity.load(trial, distributed=True)
-    blocks = [block for _, block in named_blocks(model)]
-    rank = dist.get_rank() // trial.layout.get("tp", 1)
-    ids = parity.batch_of(trial, 64, 0, rank, trial.batches)
-    rows: list[int] = []
-    for each in blocks:
-        shape = each.neuron_shape
-        rows.append(0 if shape.experts is None else shape.experts)
+    monitor = TrainingMonitor(model)
+    monitor.attach()
+    ids = parity.batch_of(trial, 64, 0, dist.get_rank() // trial.layout.get("tp", 1), trial.batches)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return {"experts": rows, "intermediate": [each.neuron_shape.intermediate for each in blocks]}
+    monitor.end_step()
+    record = monitor.take()
+    return {"logs": logs_of(record), "experts": next(iter(record["experts"].values()))}
 
 
 def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[str, Any]:
@@ -174,8 +173,8 @@ def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[
             return block(cell, trial)
         case "inference":
             return inference(trial)
-        case "saved":
-            return saved(cell, trial)
+        case "measured":
+            return measured(trial)
         case "refused":
             if dist.get_rank() == 1:
                 patch = {**(patch or {}), **cell.get("on_rank_1", {})}

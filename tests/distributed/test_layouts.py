@@ -48,7 +48,7 @@ def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("two"), [*cells.ALWAYS, *cells.REFUSED.values()], 2)
+    return run(repo_root, tmp_path_factory.mktemp("two"), [*cells.ALWAYS, *cells.MEASURED, *cells.REFUSED.values()], 2)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,21 @@ def test_core(each: cells.Cell, core: Results) -> None:
 @pytest.mark.parametrize("each", cells.ALWAYS, ids=lambda each: each["name"])
 def test_two_processes(each: cells.Cell, two: Results) -> None:
     check(each, two)
+
+
+@pytest.mark.slow
+def test_metrics_count_every_token_once_and_know_idle_processes(two: Results) -> None:
+    ep, both, tp, idle = (two[each["name"]] for each in cells.MEASURED)
+    for found in (ep, both, tp):
+        assert sum(found["experts"]["load"]) == 4 * 16 * 2  # tokens of all rows, two experts each
+        assert len(found["experts"]["load"]) == 8
+    assert ep["experts"]["load"] == both["experts"]["load"] == tp["experts"]["load"]
+    load = ep["experts"]["load"]
+    assert ep["experts"]["process_load"] == [sum(load[:4]), sum(load[4:])]
+    assert 1.0 < ep["logs"]["neuron/processes_per_token"] < 2.0
+    assert "process_load" not in tp["experts"]
+    assert idle["experts"]["process_load"] == [128, 0]
+    assert idle["logs"]["neuron/idle_processes"] == 1.0 and idle["logs"]["neuron/processes_per_token"] == 1.0
 
 
 @pytest.mark.slow
