@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import secrets
 from collections.abc import Iterator
@@ -54,6 +55,18 @@ def pytest_collection_finish() -> None:
     """Spare garbage collections the modules and the tests: accelerate collects after every run of a Trainer."""
     gc.collect()
     gc.freeze()
+
+
+_tests_done = itertools.count(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Spare them what the tests have imported and compiled since."""
+    yield
+    if next(_tests_done) % 10 == 0 and len(gc.get_objects()) > 50_000:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -10,13 +10,20 @@ import os
 from typing import Any
 
 real_fsync = os.fsync
+_CALLS = {name: getattr(os, name) for name in ("fsync", "posix_fadvise") if hasattr(os, name)}
+"""Of these the second one starts the writing early, which removing the file then waits for."""
 
 
 def leave_out_syncs() -> None:
-    """Let ``os.fsync`` only check its descriptor, and start no early writing, for the rest of this process."""
-    os.fsync = _checked
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise = _checked  # type: ignore[assignment]
+    """Let the calls only check their descriptor."""
+    for name in _CALLS:
+        setattr(os, name, _checked)
+
+
+def wait_for_syncs() -> None:
+    """Let the calls wait again."""
+    for name, function in _CALLS.items():
+        setattr(os, name, function)
 
 
 def _checked(descriptor: Any, *_: int) -> None:

@@ -1,10 +1,11 @@
 """Kills and fails conversions call by call, and looks at what is left.
 
-    python -m tests.convert.fault_driver [--sync] FOLDER SCENARIO:ACTION:EVERY ...
+    python -m tests.convert.fault_driver FOLDER < LINES
 
-Prints one JSON object per call that was struck, with ``problem`` empty where everything is as it must be. One process
-imports everything; a conversion that is killed runs in a fork of it. Nothing waits for the disk without ``--sync``: a
-kill loses nothing that was written, and the layer knows what a power cut takes.
+Each line that it reads has sweeps, ``SCENARIO:ACTION:EVERY``. It prints one JSON object per call that was struck, with
+``problem`` empty where everything is as it must be, and an empty line at the end. One process imports everything; a
+conversion that is killed runs in a fork of it. Nothing waits for the disk, except where the line says ``sync``: a kill
+loses nothing that was written, and the layer knows what a power cut takes.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from hf_neuron_moe.cli.exit_codes import exit_code_of
 from hf_neuron_moe.convert import (
     MANIFEST_FILE,
     ConvertOptions,
-    assign,
     convert_checkpoint,
     export_checkpoint,
     finalize_checkpoint,
-    plan,
 )
 from hf_neuron_moe.errors import NeuronMoEError
 from tests.convert.fault_layer import CALLS, CHANGES, Layer
+from tests.convert.remembered import remembered_models
 from tests.tiny_models import tiny_model
-from tests.unsynced import leave_out_syncs
+from tests.unsynced import leave_out_syncs, wait_for_syncs
 
 OPTIONS = ConvertOptions("bf16", "kernel", max_shard_bytes=12_000)
 OLD_OPTIONS = ConvertOptions("bf16", "fused")
@@ -56,6 +56,7 @@ class Stage:
     """One scenario: what lies there before, what is run, and what must come out."""
 
     def __init__(self, work: Path, scenario: str) -> None:
+        work.mkdir(parents=True)
         self.scenario = scenario
         self.source = work / "source"
         self.place_at(work / "place")
@@ -206,9 +207,8 @@ def strike(stage: Stage, action: str, number: int) -> dict[str, Any]:
     return {**outcome, "problem": ""}
 
 
-def sweep(work: Path, scenario: str, action: str, every: int) -> Iterator[dict[str, Any]]:
+def sweep(stage: Stage, action: str, every: int) -> Iterator[dict[str, Any]]:
     """Strike every n-th call of a scenario."""
-    stage = Stage(work, scenario)
     stage.reset()
     calls = CHANGES if isinstance(ACTIONS[action], str) else CALLS
     whole = run(stage.convert, Layer(None, ACTIONS[action], calls))
@@ -218,43 +218,25 @@ def sweep(work: Path, scenario: str, action: str, every: int) -> Iterator[dict[s
         yield {**strike(stage, action, number), "of": total}
 
 
-def remember_models() -> None:
-    """Build and judge the model of a configuration once per process: no call of the layer is part of that."""
-    build, discover = assign._on_meta, plan.discover
-    built: dict[str, Any] = {}
-    found: dict[int, Any] = {}
-
-    def on_meta(directory: Path, content: dict[str, Any], attention: str | None) -> Any:
-        key = json.dumps([content, attention])
-        if key not in built:
-            built[key] = build(directory, content, attention)
-        return built[key]
-
-    def discovered(model: Any) -> Any:  # a model in `built` is never freed, so that its id is its own
-        if id(model) not in found:
-            found[id(model)] = discover(model)
-        return found[id(model)]
-
-    assign._on_meta, plan.discover = on_meta, discovered
-
-
-def main(arguments: list[str]) -> None:
-    """Run sweeps, each in a folder of its own."""
-    torch.set_num_threads(1)  # a forked child has no pool of threads
-    remember_models()
-    if arguments[0] == "--sync":
-        arguments = arguments[1:]
-    else:
-        leave_out_syncs()
-    home, *sweeps = arguments
-    for wanted in sweeps:
-        scenario, action, every = wanted.split(":")
-        work = Path(home, wanted.replace(":", "-"))
-        work.mkdir(parents=True)
-        for outcome in sweep(work, scenario, action, int(every)):
-            print(json.dumps(outcome), flush=True)
-        shutil.rmtree(work)
+def serve(home: Path) -> None:
+    """Run the sweeps of each line that is read, and end what is printed about them with an empty line."""
+    stages: dict[str, Stage] = {}
+    for line in sys.stdin:
+        wanted = line.split()
+        if "sync" in wanted:
+            wanted.remove("sync")
+            wait_for_syncs()
+        else:
+            leave_out_syncs()
+        for scenario, action, every in (each.split(":") for each in wanted):
+            if scenario not in stages:
+                stages[scenario] = Stage(home / scenario, scenario)
+            for outcome in sweep(stages[scenario], action, int(every)):
+                print(json.dumps(outcome), flush=True)
+        print(flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    torch.set_num_threads(1)  # a forked child has no pool of threads
+    with remembered_models():
+        serve(Path(sys.argv[1]))
