@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,17 +41,27 @@ def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: in
     """
     refused: Counter[str] = Counter()
     candidates: list[_Candidate] = []
-    share = _shares(model, options)
+    shape, frozen = {name: options[name] for name in ("batch", "length")}, bool(options.get("lora_rank"))
+    times = 1 if frozen else 4 if options.get("optimizer", "adamw") == "adamw" else 2
+
+    @cache  # one run of the engine for each tp and ep: FSDP divides what those leave
+    def computing(tp: int, ep: int) -> OneRank:
+        return OneRank(model, [], lambda other: other, shape, Layout(tp=tp, ep=ep, fsdp=max(1, ep // tp)))
+
     layouts = list(_layouts(devices, experts=bool(model.ep_plan)))
     for layout in layouts:
         if reason := uneven(model, layout):
             refused[reason] += 1
             continue
-        candidate = share(layout)
-        if candidate.fixed > memory:
+        rank = computing(layout.tp, layout.ep)
+        dense, experts = rank.full
+        held = dense / layout.fsdp + experts / (layout.fsdp * layout.tp // layout.ep if layout.ep > 1 else layout.fsdp)
+        if times * held > memory:
             refused["parameters, gradients and optimizer states alone do not fit"] += 1
-        else:
-            candidates.append(candidate)
+            continue
+        fetched = (2 if frozen else 3) * (dense + experts - held)
+        reduced = 0 if frozen else 2 * held * (layout.dp_replicate - 1) / layout.dp_replicate
+        candidates.append(_Candidate(layout, layout.tp * (rank.exchange.sent + fetched + reduced), times * held))
     least: dict[tuple[int, int], float] = {}  # of what the policies save under equal tp and ep
     for candidate in sorted(candidates, key=lambda each: (each.sent, each.fixed)):
         layout = candidate.layout
@@ -79,24 +89,3 @@ def _layouts(devices: int, *, experts: bool) -> Iterator[Layout]:
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _shares(model: Any, options: Mapping[str, Any]) -> Callable[[Layout], _Candidate]:
-    """What gives a layout's candidate, with one run of the engine for each tp and ep: FSDP divides what those leave."""
-    shape, frozen = {name: options[name] for name in ("batch", "length")}, bool(options.get("lora_rank"))
-    times = 1 if frozen else 4 if options.get("optimizer", "adamw") == "adamw" else 2
-
-    @cache
-    def run(tp: int, ep: int) -> tuple[int, int, float]:
-        rank = OneRank(model, [], lambda other: other, shape, Layout(tp=tp, ep=ep, fsdp=max(1, ep // tp)))
-        return *rank.held.computing, rank.estimate.sent_bytes - rank.held.sent
-
-    def share(layout: Layout) -> _Candidate:
-        dense, experts, sent = run(layout.tp, layout.ep)
-        copies = layout.fsdp * layout.tp // layout.ep if layout.ep > 1 else layout.fsdp
-        held = dense / layout.fsdp + experts / copies
-        fetched = (2 if frozen else 3) * (dense + experts - held)
-        reduced = 0 if frozen else 2 * held * (layout.dp_replicate - 1) / layout.dp_replicate
-        return _Candidate(layout, layout.tp * (sent + fetched + reduced), times * held)
-
-    return share

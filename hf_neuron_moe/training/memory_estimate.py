@@ -131,12 +131,13 @@ def estimate_training(
         "optimizer_bytes": optimizer_bytes(share.held.trained, optimizer),
     }
 
+    rest = sum(fixed.values()) + share.moved  # of the stock model, so before it is patched
+
     def entry(name: str) -> PolicyEstimate:
         counts = [share.saved(worst=worst) for worst in ((False, True) if share.exchanges else (False,))]
         totals = [counted.checkpointed if gradient_checkpointing else counted.total for counted in counts]
         blocks = counts[0].checkpointed_blocks if gradient_checkpointing else counts[0].blocks
         per_token = counts[0].blocks / (batch * length)
-        rest = sum(fixed.values()) + share.moved
         worst = rest + totals[1] if share.exchanges else None
         return PolicyEstimate(name, blocks, totals[0] - blocks, per_token, rest + totals[0], worst)
 

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class Exchange:
     """What the collectives of a forward and its backward move; those of FSDP are not among them."""
 
     sent: float = 0.0  # bytes that this rank sends
-    all_to_all: int = 0  # bytes of the inputs and outputs of the exchanges in the forward, all layers together
+    all_to_all: int = 0  # bytes of the inputs and outputs of one layer's exchanges in the forward
     gradients: int = 0  # bytes of all gradients before FSDP reduces them
 
 
@@ -194,17 +195,38 @@ class OneRank:
         if reason := uneven(model, layout):
             raise refused_layout(layout, reason)
         self._model, self._names, self._prepared, self._shape, self._layout = model, names, prepared, shape, layout
-        self.held = what_a_rank_holds(model, layout, prepared)
-        self.exchanges = layout.ep > 1
-        traffic, layers = Traffic(layout), 0
-        if layout.pp == 1:
-            layers = self._run(Routing(layout), traffic)[1]
-            if layout.fsdp * layout.dp_replicate == 1:
-                self.held = replace(self.held, gradients=traffic.seen.gradients)
-        exchanged = traffic.seen.all_to_all // max(layers, 1)
-        sent = self.held.sent + round(traffic.seen.sent)
-        self.estimate = RankEstimate(asdict(layout), layout.devices, self.held.gathered, exchanged, sent)
-        self.moved = self.held.gathered + exchanged
+        self._held, self.exchanges = what_a_rank_holds(model, layout, prepared), layout.ep > 1
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """What the stock model's collectives move; read first while the model is not patched."""
+        traffic = Traffic(self._layout)
+        if self._layout.pp == 1:
+            layers = self._run(Routing(self._layout), traffic)[1]
+            traffic.seen.all_to_all //= max(layers, 1)
+        return traffic.seen
+
+    @cached_property
+    def held(self) -> Held:
+        """What the rank holds; without FSDP, which cuts them, gradients are as the backward makes them."""
+        whole = self._layout.fsdp * self._layout.dp_replicate == 1
+        return replace(self._held, gradients=self.exchange.gradients) if whole else self._held
+
+    @cached_property
+    def estimate(self) -> RankEstimate:
+        """What is particular to the rank."""
+        sent, exchanged = self._held.sent + round(self.exchange.sent), self.exchange.all_to_all
+        return RankEstimate(asdict(self._layout), self._layout.devices, self._held.gathered, exchanged, sent)
+
+    @property
+    def full(self) -> tuple[int, int]:
+        """Bytes of weights that the rank computes with: those of experts last, the others first."""
+        return self._held.computing
+
+    @property
+    def moved(self) -> int:
+        """Bytes of weights and tokens on their way."""
+        return self.estimate.gathered_bytes + self.estimate.exchanged_bytes
 
     def saved(self, *, worst: bool = False) -> SavedActivations:
         """Count what a forward saves, as the model is patched at present; `worst` is the routing to this rank alone."""
