@@ -21,10 +21,13 @@ from hf_neuron_moe.training.saved_tensors import SavedBytes, measure_saved_bytes
 if TYPE_CHECKING:
     from hf_neuron_moe.training.arguments import NeuronMoEArguments, NeuronMoETrainingArguments
     from hf_neuron_moe.training.callback import NeuronMoECallback
+    from hf_neuron_moe.training.fit import fit_layout
     from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
+    from hf_neuron_moe.training.one_rank import Layout
     from hf_neuron_moe.training.trainer import NeuronMoETrainer, NeuronMoETrainerMixin
 
 __all__ = [
+    "Layout",
     "NeuronMoEArguments",
     "NeuronMoECallback",
     "NeuronMoETrainer",
@@ -39,6 +42,7 @@ __all__ = [
     "enable_moe_resume",
     "estimate_training",
     "find_last_complete",
+    "fit_layout",
     "mark_complete",
     "measure_saved_bytes",
     "refuse_nonfinite",
@@ -53,7 +57,9 @@ _LAZY, __getattr__ = lazy(
     {
         "arguments": ("NeuronMoEArguments", "NeuronMoETrainingArguments"),
         "callback": ("NeuronMoECallback",),
+        "fit": ("fit_layout",),
         "memory_estimate": ("TrainingEstimate", "estimate_training"),
+        "one_rank": ("Layout",),
         "trainer": ("NeuronMoETrainer", "NeuronMoETrainerMixin"),
     },
 )
