@@ -4,12 +4,13 @@ The operator multiplies with ``W + scaling * B A``, as merging makes it: the res
 every precision. (Of several active adapters the sum is rounded once here, in merging once per adapter.) The changed
 weights are not kept for the backward but made again there.
 
-Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one linear layer, R rank.
+Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one linear layer, R rank; E experts, each with
+a matrix of M rows and N columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,21 +39,43 @@ class LowRank(NamedTuple):
 
         As in peft's merging the product is formed in the factors' dtype (on CPUs in fp32 for half types), then added.
         """
-        weight_ON, a_RN, b_OR, scaling = self
-        if a_RN is None or b_OR is None:
-            return weight_ON
+        if self.a_RN is None or self.b_OR is None:
+            return self.weight_ON
+        return (self.weight_ON + self.product).to(self.weight_ON.dtype)
+
+    @property
+    def product(self) -> Tensor:
+        """What is added to the weight."""
+        _, a_RN, b_OR, scaling = self
+        assert a_RN is not None and b_OR is not None
         dtype = b_OR.dtype
         if b_OR.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-            product_ON = ((b_OR.float() @ a_RN.float()) * scaling).to(dtype)
-        else:
-            product_ON = (b_OR @ a_RN) * scaling
-        return (weight_ON + product_ON).to(weight_ON.dtype)
+            return ((b_OR.float() @ a_RN.float()) * scaling).to(dtype)
+        return (b_OR @ a_RN) * scaling
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to a weight ``[E, M, N]``: ``scaling * left @ right``."""
+
+    left_EMR: Tensor
+    right_ERN: Tensor
+    scaling: float
+
+    def added_to(self, weight_EMN: Tensor) -> Tensor:
+        """Return a weight with the product, rounded once as peft does it."""
+        with torch.autocast(weight_EMN.device.type, enabled=False):
+            return torch.baddbmm(weight_EMN, self.left_EMR, self.right_ERN, alpha=self.scaling)
 
 
 def is_lora_linear(layer: Any) -> bool:
     """Return whether `layer` is peft's LoRA wrapper of a linear layer (peft itself need not be installed)."""
     kind = type(layer)
     return (kind.__module__, kind.__qualname__) == ("peft.tuners.lora.layer", "Linear")
+
+
+def base_of(layer: Any) -> Any:
+    """Return the linear layer inside a LoRA wrapper, or `layer` itself."""
+    return layer.base_layer if is_lora_linear(layer) else layer
 
 
 def _active(layer: Any) -> list[str]:
@@ -80,18 +103,20 @@ def unsupported_reason_low_rank(layer: Any) -> str | None:
     return None
 
 
-def low_rank_of(layer: Any) -> LowRank:
-    """Return a layer's weight and adapters; it is plain or one that :func:`unsupported_reason_low_rank` takes."""
+def low_rank_of(layer: Any, part: Callable[[Tensor], Tensor] = lambda whole: whole) -> LowRank:
+    """Return a layer's weight and adapters; it is plain or one that :func:`unsupported_reason_low_rank` takes.
+
+    `part` is applied to each of their parameters.
+    """
     if not is_lora_linear(layer):
-        return LowRank(layer.weight)
-    weight_ON, active = layer.base_layer.weight, _active(layer)
+        return LowRank(part(layer.weight))
+    weight_ON, active = part(layer.base_layer.weight), _active(layer)
+    factors = [(part(layer.lora_A[name].weight), part(layer.lora_B[name].weight)) for name in active]
     if len(active) < 2:
-        added = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
-        return LowRank(weight_ON, *added[0]) if added else LowRank(weight_ON)
+        return LowRank(weight_ON, *factors[0], layer.scaling[active[0]]) if active else LowRank(weight_ON)
     # Several are stacked to one adapter of the ranks' sum.
-    a_RN = torch.cat([layer.lora_A[name].weight for name in active])
-    scaled_b = [layer.lora_B[name].weight * layer.scaling[name] for name in active]
-    return LowRank(weight_ON, a_RN, torch.cat(scaled_b, dim=1))
+    scaled_b = [b_OR * layer.scaling[name] for name, (_, b_OR) in zip(active, factors, strict=True)]
+    return LowRank(weight_ON, torch.cat([a_RN for a_RN, _ in factors]), torch.cat(scaled_b, dim=1))
 
 
 @public("swiglu_mlp")
