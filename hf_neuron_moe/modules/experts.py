@@ -24,7 +24,6 @@ from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
-from hf_neuron_moe.modules.low_rank import Factors
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_beside
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
@@ -38,7 +37,7 @@ class ExpertsBlock(NeuronBlock):
         super().__init__(original, name, config)
         self.neuron_form = read_experts(original)
         self._remember_activation(self.neuron_form.activation, self.neuron_form.gate)
-        self.neuron_factors: dict[str, list[Factors]] = {}  # of adapters, by weight, while they are lent to a call
+        self.neuron_factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}  # of adapters, lent to a call
 
     @property
     def neuron_shape(self) -> SavedBlock:
@@ -53,18 +52,16 @@ class ExpertsBlock(NeuronBlock):
         check_hidden_states(hidden_states, parameter_of(self, form.down), axis, self.neuron_name)
         rows = hidden_states.shape[:-1].numel() * (1 if form.post_norm is None else routing[0].shape[1])
         backend = self._call_backend(rows)
-        held = {name: self._parameters[name] for name in self.neuron_factors}
-        self._parameters.update({name: self._with_factors(name) for name in held})  # type: ignore[misc]
+        parameters: dict[str, Any] = self._parameters
+        held = {name: parameters[name] for name in self.neuron_factors}
         try:
+            for name, factors in self.neuron_factors.items():
+                with torch.autocast(hidden_states.device.type, enabled=False):
+                    for left, right, scaling in factors:  # one rounding, as peft does it
+                        parameters[name] = torch.baddbmm(parameters[name], left, right, alpha=scaling)
             return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
         finally:
-            self._parameters.update(held)
-
-    def _with_factors(self, name: str) -> Tensor | None:
-        weight = self._parameters[name]
-        for factors in self.neuron_factors[name]:
-            weight = factors.added_to(weight)  # type: ignore[arg-type,assignment]
-        return weight
+            parameters.update(held)
 
 
 class NeuronExperts(ExpertsBlock):

@@ -4,8 +4,7 @@ The operator multiplies with ``W + scaling * B A``, as merging makes it: the res
 every precision. (Of several active adapters the sum is rounded once here, in merging once per adapter.) The changed
 weights are not kept for the backward but made again there.
 
-Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one linear layer, R rank; E experts, each with
-a matrix of M rows and N columns.
+Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one linear layer, R rank.
 """
 
 from __future__ import annotations
@@ -52,19 +51,6 @@ class LowRank(NamedTuple):
         if b_OR.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
             return ((b_OR.float() @ a_RN.float()) * scaling).to(dtype)
         return (b_OR @ a_RN) * scaling
-
-
-class Factors(NamedTuple):
-    """What an adapter adds to a weight ``[E, M, N]``: ``scaling * left @ right``."""
-
-    left_EMR: Tensor
-    right_ERN: Tensor
-    scaling: float
-
-    def added_to(self, weight_EMN: Tensor) -> Tensor:
-        """Return a weight with the product, rounded once as peft does it."""
-        with torch.autocast(weight_EMN.device.type, enabled=False):
-            return torch.baddbmm(weight_EMN, self.left_EMR, self.right_ERN, alpha=self.scaling)
 
 
 def is_lora_linear(layer: Any) -> bool:

@@ -19,12 +19,7 @@ from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.collectives import sum_gradients
 from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, strided, style_name
 from hf_neuron_moe.modules.in_place import block_of
-from hf_neuron_moe.modules.low_rank import Factors, LowRank, is_lora_linear
-
-_STYLES = ("colwise", "rowwise")
-"""The engine's styles of linear layers whose adapters peft cuts like them."""
-_OWN = ("_activate_lora", "get_delta_weight")
-"""Methods of peft's layers that an attribute of the instance stands before."""
+from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear
 
 
 def is_lora_parameter(layer: Any) -> bool:
@@ -40,13 +35,11 @@ def prepare_adapters(model: nn.Module) -> None:
     """
     for name, layer in model.named_modules():
         if is_lora_parameter(layer):
-            block = block_of(layer.get_base_layer())
-            if block is None or block is layer.get_base_layer() or "_activate_lora" in layer.__dict__:
-                continue
-            _check_parameter(layer, name)
-            layer._activate_lora = MethodType(_activated, layer)
-            layer.get_delta_weight = MethodType(_delta_weight, layer)
-        elif is_lora_linear(layer) and "get_delta_weight" not in layer.__dict__ and is_sharded(layer.base_layer.weight):
+            if block_of(layer.get_base_layer()) not in (None, layer.get_base_layer()):
+                _check_parameter(layer, name)
+                layer._activate_lora = MethodType(_activated, layer)
+                layer.get_delta_weight = MethodType(_delta_weight, layer)
+        elif is_lora_linear(layer):
             _check_linear(layer, name)
             for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
                 if is_sharded(factor.weight):  # peft gives the sizes of a part, and the engine reads the whole's
@@ -58,7 +51,7 @@ def release_adapters(model: nn.Module) -> None:
     """Undo :func:`prepare_adapters`."""
     for layer in model.modules():
         if is_lora_parameter(layer) or is_lora_linear(layer):
-            for name in _OWN:
+            for name in ("_activate_lora", "get_delta_weight"):
                 layer.__dict__.pop(name, None)
 
 
@@ -73,7 +66,7 @@ def _check_parameter(layer: Any, name: str) -> None:
 
 def _check_linear(layer: Any, name: str) -> None:
     engine = installed(layer.base_layer)
-    if engine is not None and style_name(engine.style) not in _STYLES:
+    if engine is not None and style_name(engine.style) not in ("colwise", "rowwise"):
         expected = "a layer that tensor parallelism cuts colwise or rowwise, as peft can cut its adapters"
         fix = "Leave it out of target_modules, or shard without tensor parallelism (fsdp_size, ep_size)."
         raise UnsupportedModelError.about("the adapter", expected, style_name(engine.style), fix).named(name)
@@ -89,8 +82,8 @@ def _activated(layer: Any, active_adapters: Sequence[str]) -> Iterator[None]:
         if adapter in layer.lora_A:
             *whole, scaling = layer.get_delta_factors(adapter)
             left, right = whole if group is None else (sum_gradients(each, group) for each in whole)
-            left, right = (_part(each, weight, 0, 0) for each in (left, right))
-            factors.append(Factors(_part(left, weight, 1, 1), _part(right, weight, 2, 2), scaling))
+            left, right = _part(left, weight, 0), _part(right, weight, 0)
+            factors.append((_part(left, weight, 1), _part(right, weight, 2), scaling))
     block.neuron_factors[layer.parameter_name] = factors
     try:
         yield
@@ -98,23 +91,23 @@ def _activated(layer: Any, active_adapters: Sequence[str]) -> Iterator[None]:
         del block.neuron_factors[layer.parameter_name]
 
 
-def _part(factor: Tensor, weight: Any, axis: int, of: int) -> Tensor:
-    """Return what of an axis of a `factor` belongs to this process's part of axis `of` of a `weight`."""
-    parts, index = axis_parts(weight, of)
-    if parts == 1:
-        return factor
-    halves = 2 if strided(weight, of) else 1
+def _part(factor: Tensor, weight: Any, axis: int) -> Tensor:
+    """Return what of an axis of a `factor` belongs to this process's part of that axis of a `weight`."""
+    parts, index = axis_parts(weight, axis)
+    halves = 2 if parts > 1 and strided(weight, axis) else 1
     return factor.unflatten(axis, (halves, parts, -1)).select(axis + 1, index).flatten(axis, axis + 1)
 
 
 def _delta_weight(layer: Any, adapter: str) -> Tensor:
     """Return what an adapter adds to a weight, cut like that."""
-    if is_lora_linear(layer):
-        weight, factors = layer.base_layer.weight, (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
+    linear = is_lora_linear(layer)
+    weight = layer.base_layer.weight if linear else layer.get_param()
+    if linear and is_sharded(weight):
+        factors = (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
         a_RN, b_OR = (each.full_tensor() if is_sharded(each) else each for each in factors)
         delta = LowRank(weight, a_RN, b_OR, layer.scaling[adapter]).product
     else:
-        weight, delta = layer.get_param(), type(layer).get_delta_weight(layer, adapter)
+        delta = type(layer).get_delta_weight(layer, adapter)
     if not is_sharded(weight):
         return delta
     from torch.distributed.tensor import DTensor

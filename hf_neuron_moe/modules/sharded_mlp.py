@@ -83,11 +83,8 @@ class ShardedSwiGLUMLP(NeuronSwiGLUMLP):
         return self._changed_activation()
 
     def _weights(self) -> FFNWeights:
-        roles = self.neuron_roles
-        layers: list[Any] = [self._layer(name) for name in roles.linears]
-        biases = [None if layer.bias is None else local(layer.bias) for layer in layers[:-1]]
-        weights = [local(layer._parameters["weight"]) for layer in layers]
-        return ffn_weights(roles, weights, [*biases, None])  # down's is added behind the sum, once
+        layers, biases = self._low_rank()
+        return ffn_weights(self.neuron_roles, [layer.weight_ON for layer in layers], biases)
 
     def _low_rank(self) -> tuple[list[LowRank], list[Any]]:
         layers: list[Any] = [self._layer(name) for name in self.neuron_roles.linears]
@@ -98,7 +95,7 @@ class ShardedSwiGLUMLP(NeuronSwiGLUMLP):
             return local(tensor) if is_sharded(tensor) else sum_gradients(tensor, group)
 
         biases = [None if base_of(layer).bias is None else local(base_of(layer).bias) for layer in layers[:-1]]
-        return [low_rank_of(layer, part) for layer in layers], [*biases, None]
+        return [low_rank_of(layer, part) for layer in layers], [*biases, None]  # down's is added behind the sum, once
 
     def _compute(self, hidden_states: Tensor) -> Tensor:
         if self._unsupported_reason_fused() is not None:

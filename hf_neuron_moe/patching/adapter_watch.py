@@ -17,21 +17,26 @@ from hf_neuron_moe.modules.engine import is_sharded_at_loading
 from hf_neuron_moe.modules.in_place import block_of
 from hf_neuron_moe.modules.sharded_lora import prepare_adapters, release_adapters
 
+Rules = list[tuple[Any, dict[str, str]]]
+"""Models, and what was taken out of their plans."""
 
-def watch(model: nn.Module, rules: list[tuple[Any, dict[str, str]]]) -> None:
-    """Look for adapters from here on; `rules` gets each model with the rules that are taken out of its plan."""
+
+def watch(model: nn.Module, rules: Rules) -> None:
+    """Look for adapters from here on; `rules` gets what :func:`unwatch` puts back."""
+    from transformers import PreTrainedModel
+
     if not is_sharded_at_loading(model):
         return
-    for each in _transformers_models(model):
+    for each in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         each.register_forward_pre_hook(_look)
-        plan = getattr(each, "_tp_plan", None) or {}
-        names = (f"{name}.{weight}" for name, module in each.named_modules() for weight in _weights(module))
-        generic = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
-        rules.append((each, {name: plan.pop(name) for name in generic & plan.keys()}))
+        plan = each._tp_plan or {}
+        stay = ((name, module) for name, module in each.named_modules() if block_of(module) not in (None, module))
+        names = {re.sub(r"\.\d+\.", ".*.", f"{name}.{key}") for name, module in stay for key in module._parameters}
+        rules.append((each, {name: plan.pop(name) for name in names & plan.keys()}))
     prepare_adapters(model)
 
 
-def unwatch(rules: list[tuple[Any, dict[str, str]]]) -> None:
+def unwatch(rules: Rules) -> None:
     """Undo :func:`watch`."""
     while rules:
         model, plan = rules.pop()
@@ -40,17 +45,6 @@ def unwatch(rules: list[tuple[Any, dict[str, str]]]) -> None:
         for key in [key for key, hook in hooks.items() if hook is _look]:
             del hooks[key]
         release_adapters(model)
-
-
-def _transformers_models(model: nn.Module) -> list[Any]:
-    from transformers import PreTrainedModel
-
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-
-
-def _weights(module: nn.Module) -> list[str]:
-    block = block_of(module)
-    return [] if block is None or block is module else list(module._parameters)
 
 
 def _look(model: nn.Module, arguments: Any) -> None:

@@ -68,7 +68,7 @@ class PatchState:
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)  # models that got the conversion of checkpoint names
     covered: list[tuple[nn.Module, str]] = field(default_factory=list)  # models and methods that patching stands before
-    rules: list[tuple[nn.Module, dict[str, str]]] = field(default_factory=list)  # taken out of models' sharding plans
+    rules: adapter_watch.Rules = field(default_factory=list)
 
 
 @dataclass(frozen=True)
