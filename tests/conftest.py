@@ -20,6 +20,7 @@ import torch
 
 from hf_neuron_moe.backends.torch import compute
 from tests.thinned import thin
+from tests.unsynced import leave_out_syncs
 
 # No deadline: a shared CI core makes single examples slow, and that is not what these tests are about.
 _COMMON = hypothesis.settings(deadline=None, print_blob=True, max_examples=50)
@@ -28,7 +29,8 @@ hypothesis.settings.register_profile("fresh", _COMMON, derandomize=False, databa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that rewrites tests/messages.json."""
+    """Add the option that rewrites tests/messages.json, and the one for every layout over processes."""
+    parser.addoption("--all-layouts", action="store_true", help="run every cell of tests/distributed/cells.py")
     parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
 
 
@@ -39,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(profile)
     if profile == "fresh" and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(secrets.randbelow(2**32))
+    leave_out_syncs()
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks

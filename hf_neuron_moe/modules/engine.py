@@ -70,6 +70,12 @@ def is_sharded_at_loading(model: nn.Module) -> bool:
     return any(found is True for found in each)
 
 
+def has_stages(model: nn.Module) -> bool:
+    """Return whether `model` is one stage of a pipeline."""
+    asked = getattr(getattr(model, "config", None), "distributed_config", None)
+    return getattr(asked, "pp_size", None) not in (None, 1)
+
+
 def is_sharded(tensor: Tensor | None) -> bool:
     """Return whether a parameter is a ``DTensor``."""
     return hasattr(tensor, "to_local")

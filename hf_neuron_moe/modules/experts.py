@@ -21,6 +21,8 @@ from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.engine import axis_parts
+from hf_neuron_moe.modules.expert_parallel import register_expert_parallel
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
@@ -37,6 +39,8 @@ class ExpertsBlock(NeuronBlock):
         super().__init__(original, name, config)
         self.neuron_form = read_experts(original)
         self._remember_activation(self.neuron_form.activation, self.neuron_form.gate)
+        # Processes that add up their results, each with a part of the intermediate axis.
+        self.neuron_parts, _ = axis_parts(parameter_of(original, self.neuron_form.down), self.neuron_form.axes[1])
         self.neuron_factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}  # of adapters, lent to a call
 
     @property
@@ -163,7 +167,7 @@ def called(
     if form.call == SHARED:
         return experts_calls.shared(operator, experts, *inputs)
     if form.call == IDENTITY:
-        return experts_calls.identity(operator, experts, *inputs)
+        return experts_calls.identity(operator, experts, getattr(module, "neuron_parts", 1), *inputs)
     if form.call == BY_EXPERT:
         return experts_calls.by_expert(operator, experts, *inputs)
     if form.call == SORTED:
@@ -233,8 +237,10 @@ def register_experts_implementation(
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
     selects it, process-wide. Parameters and checkpoints stay transformers' own, so that the ``weights`` of `config`
     must be ``"auto"`` or ``"stock"``; its precision is one for all, its activations a preset or a policy without
-    exceptions. An implementation `name` of another origin is not replaced. Under transformers' tensor or expert
-    parallelism the first call raises.
+    exceptions. An implementation `name` of another origin is not replaced.
+
+    Under expert parallelism transformers' exchange multiplies the affinities behind the experts, not where the kernels
+    do. ``DistributedConfig(ep_implementation="neuron_moe")``, registered here too, takes them along.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -254,6 +260,7 @@ def register_experts_implementation(
         expected = "a name that no other experts implementation has"
         fix = "Choose another name, for example 'neuron_moe'."
         raise ConfigError.about("name", expected, repr(name), fix)
+    register_expert_parallel()
     function = _RegisteredExperts(options)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
     return function

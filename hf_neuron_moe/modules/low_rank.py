@@ -20,6 +20,7 @@ from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.engine import local
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp, check_no_transform
 from hf_neuron_moe.modules.structure import has_call_hooks
 
@@ -92,11 +93,11 @@ def unsupported_reason_low_rank(layer: Any) -> str | None:
 def low_rank_of(layer: Any, part: Callable[[Tensor], Tensor] = lambda whole: whole) -> LowRank:
     """Return a layer's weight and adapters; it is plain or one that :func:`unsupported_reason_low_rank` takes.
 
-    `part` is applied to each of their parameters.
+    `part` is applied to each parameter of adapters.
     """
     if not is_lora_linear(layer):
-        return LowRank(part(layer.weight))
-    weight_ON, active = part(layer.base_layer.weight), _active(layer)
+        return LowRank(local(layer.weight))
+    weight_ON, active = local(layer.base_layer.weight), _active(layer)
     factors = [(part(layer.lora_A[name].weight), part(layer.lora_B[name].weight)) for name in active]
     if len(active) < 2:
         return LowRank(weight_ON, *factors[0], layer.scaling[active[0]]) if active else LowRank(weight_ON)

@@ -88,7 +88,8 @@ class ShardedSwiGLUMLP(NeuronSwiGLUMLP):
 
     def _low_rank(self) -> tuple[list[LowRank], list[Any]]:
         layers: list[Any] = [self._layer(name) for name in self.neuron_roles.linears]
-        group = group_of(base_of(layers[-1]).weight.device_mesh)
+        engine: Any = installed(base_of(layers[-1]))
+        group = group_of(engine.mesh)
 
         def part(tensor: Tensor) -> Tensor:
             # peft cuts the factor of the axis that is cut; each process has the other one whole, and a part of its use.

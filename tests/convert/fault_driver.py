@@ -1,9 +1,10 @@
 """Kills and fails conversions call by call, and looks at what is left.
 
-    python -m tests.convert.fault_driver FOLDER SCENARIO:ACTION:EVERY ...
+    python -m tests.convert.fault_driver [--sync] FOLDER SCENARIO:ACTION:EVERY ...
 
 Prints one JSON object per call that was struck, with ``problem`` empty where everything is as it must be. One process
-imports everything; each conversion runs in a fork of it.
+imports everything; a conversion that is killed runs in a fork of it. Nothing waits for the disk without ``--sync``: a
+kill loses nothing that was written, and the layer knows what a power cut takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +25,16 @@ from hf_neuron_moe.cli.exit_codes import exit_code_of
 from hf_neuron_moe.convert import (
     MANIFEST_FILE,
     ConvertOptions,
+    assign,
     convert_checkpoint,
     export_checkpoint,
     finalize_checkpoint,
+    plan,
 )
 from hf_neuron_moe.errors import NeuronMoEError
 from tests.convert.fault_layer import CALLS, CHANGES, Layer
 from tests.tiny_models import tiny_model
+from tests.unsynced import leave_out_syncs
 
 OPTIONS = ConvertOptions("bf16", "kernel", max_shard_bytes=12_000)
 OLD_OPTIONS = ConvertOptions("bf16", "fused")
@@ -123,56 +127,80 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def run(command: Callable[[], None], layer: Layer) -> tuple[int, int, list[str]]:
-    """Run a command under a layer in a child; return its wait status, calls counted, and files created."""
+class Ended(NamedTuple):
+    """How a run ended: whether it was killed, its exit code, the calls counted, and the files created."""
+
+    killed: bool
+    code: int
+    count: int
+    created: list[str]
+
+
+def run(command: Callable[[], None], layer: Layer) -> Ended:
+    """Run a command under a layer, in a child if the layer kills."""
+    return _run_in_child(command, layer) if layer.kills else Ended(False, *_run_here(command, layer))
+
+
+def _run_here(command: Callable[[], None], layer: Layer) -> tuple[int, int, list[str]]:
+    created: list[str] = []
+    layer.log = created.append
+    code = UNEXPECTED
+    try:
+        with layer.installed():
+            command()
+        code = 0
+    except (NeuronMoEError, OSError) as error:
+        code = exit_code_of(error).code
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+    return code, layer.count, created
+
+
+def _run_in_child(command: Callable[[], None], layer: Layer) -> Ended:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         code = UNEXPECTED
         try:
-            layer.log = lambda line: os.write(writing, line.encode())
-            layer.install()
-            command()
-            code = 0
-        except (NeuronMoEError, OSError) as error:
-            code = exit_code_of(error).code
-        except (Exception, KeyboardInterrupt):  # noqa: BLE001
-            traceback.print_exc()
-        os.write(writing, f"count {layer.count}\n".encode())
-        os._exit(code)
+            layer.log = lambda name: os.write(writing, f"create {name}\n".encode())
+            code, _, _ = _run_here(command, layer)
+            os.write(writing, f"count {layer.count}\n".encode())
+        finally:
+            os._exit(code)
     os.close(writing)
     with os.fdopen(reading) as lines:
         words = [line.split() for line in lines]
     _, status = os.waitpid(child, 0)
     count = next((int(value) for kind, value in words if kind == "count"), 0)
-    return status, count, [value for kind, value in words if kind == "create"]
+    created = [value for kind, value in words if kind == "create"]
+    return Ended(os.WIFSIGNALED(status), os.waitstatus_to_exitcode(status), count, created)
 
 
 def strike(stage: Stage, action: str, number: int) -> dict[str, Any]:
     """Stop one run at one call, look, run again to the end, look."""
     stage.reset()
     calls = CHANGES if isinstance(ACTIONS[action], str) else CALLS
-    status, _, first = run(stage.convert, Layer(number, ACTIONS[action], calls))
-    killed = os.WIFSIGNALED(status)
+    struck = run(stage.convert, Layer(number, ACTIONS[action], calls))
+    killed = struck.killed
     outcome = {"scenario": stage.scenario, "action": action, "call": number, "killed": killed}
     if killed != isinstance(ACTIONS[action], str):
-        return {**outcome, "problem": f"unexpected end {status}"}
-    spared = action == "full" and status == 0  # nothing after this call needed space
-    if not killed and not spared and os.WEXITSTATUS(status) != DISK_EXIT:
-        return {**outcome, "problem": f"exit code {os.WEXITSTATUS(status)}"}
+        return {**outcome, "problem": f"unexpected end {struck}"}
+    spared = action == "full" and struck.code == 0  # nothing after this call needed space
+    if not killed and not spared and struck.code != DISK_EXIT:
+        return {**outcome, "problem": f"exit code {struck.code}"}
     problem = stage.problem_of(killed=killed)
     if problem:
         return {**outcome, "problem": problem}
     outcome["state"] = "complete" if (stage.target / MANIFEST_FILE).exists() else "not yet"
     if stage.scenario == "export" and stage.target.exists():
         return {**outcome, "state": "complete", "problem": ""}
-    status, _, second = run(lambda: stage.convert(again=True), Layer())
-    if status:
-        return {**outcome, "problem": f"running again ended with {status}"}
+    again = run(lambda: stage.convert(again=True), Layer())
+    if again.code:
+        return {**outcome, "problem": f"running again ended with {again.code}"}
     if snapshot(stage.target) != stage.expected or {path.name for path in stage.place.iterdir()} != {"dst"}:
         return {**outcome, "problem": "running again gave something else"}
     if killed and stage.scenario != "export":
-        redone = {name for name in first if name.endswith(".safetensors")} & set(second)
+        redone = {name for name in struck.created if name.endswith(".safetensors")} & set(again.created)
         if len(redone) > 1:
             return {**outcome, "problem": f"made again: {sorted(redone)}"}
     return {**outcome, "problem": ""}
@@ -183,18 +211,45 @@ def sweep(work: Path, scenario: str, action: str, every: int) -> Iterator[dict[s
     stage = Stage(work, scenario)
     stage.reset()
     calls = CHANGES if isinstance(ACTIONS[action], str) else CALLS
-    status, total, _ = run(stage.convert, Layer(None, ACTIONS[action], calls))
-    assert status == 0 and total > 0, (status, total)
+    whole = run(stage.convert, Layer(None, ACTIONS[action], calls))
+    total = whole.count
+    assert whole.code == 0 and total > 0, whole
     for number in range(1 + total % every, total + 1, every):
         yield {**strike(stage, action, number), "of": total}
 
 
-def main() -> None:
+def remember_models() -> None:
+    """Build and judge the model of a configuration once per process: no call of the layer is part of that."""
+    build, discover = assign._on_meta, plan.discover
+    built: dict[str, Any] = {}
+    found: dict[int, Any] = {}
+
+    def on_meta(directory: Path, content: dict[str, Any], attention: str | None) -> Any:
+        key = json.dumps([content, attention])
+        if key not in built:
+            built[key] = build(directory, content, attention)
+        return built[key]
+
+    def discovered(model: Any) -> Any:  # a model in `built` is never freed, so that its id is its own
+        if id(model) not in found:
+            found[id(model)] = discover(model)
+        return found[id(model)]
+
+    assign._on_meta, plan.discover = on_meta, discovered
+
+
+def main(arguments: list[str]) -> None:
     """Run sweeps, each in a folder of its own."""
     torch.set_num_threads(1)  # a forked child has no pool of threads
-    for wanted in sys.argv[2:]:
+    remember_models()
+    if arguments[0] == "--sync":
+        arguments = arguments[1:]
+    else:
+        leave_out_syncs()
+    home, *sweeps = arguments
+    for wanted in sweeps:
         scenario, action, every = wanted.split(":")
-        work = Path(sys.argv[1], wanted.replace(":", "-"))
+        work = Path(home, wanted.replace(":", "-"))
         work.mkdir(parents=True)
         for outcome in sweep(work, scenario, action, int(every)):
             print(json.dumps(outcome), flush=True)
@@ -202,4 +257,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

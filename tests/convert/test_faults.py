@@ -1,6 +1,6 @@
 """Conversions that are killed, lose power or meet a failing disk, at every single call that reads or changes the disk.
 
-The sweeps run in a child process (tests/convert/fault_driver.py), a fork of it for every call that is struck. Each
+The sweeps run in a child process (tests/convert/fault_driver.py), a fork of it for every run that is killed. Each
 outcome there already compares: the source unchanged; the destination absent, the earlier one, or the complete new one;
 after running again the bytes of an undisturbed run, nothing else left, and at most one shard made twice.
 """
@@ -23,9 +23,9 @@ EVERY = int(os.environ.get("FAULT_SWEEP_EVERY", "5"))
 """Every n-th call is struck, except by SIGKILL, which strikes all; with 1 this takes ten minutes on two cores."""
 
 
-def sweep(repo_root: Path, work: Path, *wanted: str) -> list[dict[str, Any]]:
+def sweep(repo_root: Path, work: Path, *wanted: str, options: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Outcomes of sweeps ``SCENARIO:ACTION:EVERY``, which strike every n-th call."""
-    command = [sys.executable, "-m", "tests.convert.fault_driver", str(work), *wanted]
+    command = [sys.executable, "-m", "tests.convert.fault_driver", *options, str(work), *wanted]
     result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=False)
     assert result.returncode == 0, result.stderr
     outcomes = [json.loads(line) for line in result.stdout.splitlines()]
@@ -39,7 +39,8 @@ def sweep(repo_root: Path, work: Path, *wanted: str) -> list[dict[str, Any]]:
 
 
 def test_sample_of_struck_calls(repo_root, tmp_path):
-    assert len(sweep(repo_root, tmp_path, "fresh:kill:23", "replace:powercut-names:59", "replace:ENOSPC:83")) >= 9
+    wanted = ("fresh:kill:23", "replace:powercut-names:59", "replace:ENOSPC:83")
+    assert len(sweep(repo_root, tmp_path, *wanted, options=("--sync",))) >= 9
 
 
 @pytest.mark.slow
