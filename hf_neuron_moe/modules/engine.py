@@ -22,6 +22,12 @@ class Installed(NamedTuple):
     mesh: Any  # the processes that share the module
     experts: Any = None  # the ``EPImplementation`` that brings experts their tokens
 
+    @property
+    def same_tokens(self) -> torch.distributed.ProcessGroup | None:
+        """The processes that call the module with the same tokens, or None where each has its own."""
+        mesh = self.mesh if self.experts is None else self.experts.tp_mesh
+        return group_of(mesh) if mesh.size() > 1 else None
+
     def again(self, module: nn.Module, implementation: str | None = None) -> None:
         """Install a forward of the same kind around the present forward of `module`.
 

@@ -41,6 +41,7 @@ class ExpertsBlock(NeuronBlock):
         self._remember_activation(self.neuron_form.activation, self.neuron_form.gate)
         # Processes that add up their results, each with a part of the intermediate axis.
         self.neuron_parts, _ = axis_parts(parameter_of(original, self.neuron_form.down), self.neuron_form.axes[1])
+        self.neuron_factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}  # of adapters, lent to a call
 
     @property
     def neuron_shape(self) -> SavedBlock:
@@ -55,7 +56,16 @@ class ExpertsBlock(NeuronBlock):
         check_hidden_states(hidden_states, parameter_of(self, form.down), axis, self.neuron_name)
         rows = hidden_states.shape[:-1].numel() * (1 if form.post_norm is None else routing[0].shape[1])
         backend = self._call_backend(rows)
-        return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
+        parameters: dict[str, Any] = self._parameters
+        held = {name: parameters[name] for name in self.neuron_factors}
+        try:
+            for name, factors in self.neuron_factors.items():
+                with torch.autocast(hidden_states.device.type, enabled=False):
+                    for left, right, scaling in factors:  # one rounding, as peft does it
+                        parameters[name] = torch.baddbmm(parameters[name], left, right, alpha=scaling)
+            return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
+        finally:
+            parameters.update(held)
 
 
 class NeuronExperts(ExpertsBlock):

@@ -28,7 +28,7 @@ from hf_neuron_moe.modules.experts_calls import BY_EXPERT, SHARED, SORTED
 from hf_neuron_moe.modules.in_place import computes_for
 from hf_neuron_moe.modules.sharded_mlp import ShardedSwiGLUMLP, is_parallel
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching import checkpoint_names, model_methods, optimizer_layout
+from hf_neuron_moe.patching import adapter_watch, checkpoint_names, model_methods, optimizer_layout
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.report import PatchReport, merged
 
@@ -69,6 +69,7 @@ class PatchState:
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)  # models that got the conversion of checkpoint names
     covered: list[tuple[nn.Module, str]] = field(default_factory=list)  # models and methods that patching stands before
+    rules: adapter_watch.Rules = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def apply_plan(
             model_methods.cover(model, experts=has_experts, covered=state.covered)
             undo.callback(optimizer_layout.unwatch, model)
             optimizer_layout.watch(model)
+            undo.callback(adapter_watch.unwatch, state.rules)
+            adapter_watch.watch(model, state.rules)
             undo.callback(model.__dict__.pop, STATE, None)
             object.__setattr__(model, STATE, state)
         undo.pop_all()
@@ -195,6 +198,7 @@ def undo_patch(model: nn.Module, state: PatchState) -> None:
     checkpoint_names.remove(state.resumable)
     model_methods.uncover(state.covered)
     optimizer_layout.unwatch(model)
+    adapter_watch.unwatch(state.rules)
     with torch.inference_mode(False):  # the original parameters get new tensors, to be trained again
         slots = all_slots(model)
         while state.swaps:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_neuron_moe._lazy import lazy
+from hf_neuron_moe.modules.sharded_lora import prepare_adapters
 from hf_neuron_moe.patching.checkpoint_names import disable_moe_resume, enable_moe_resume
 from hf_neuron_moe.patching.model_methods import routing_replay_stats
 from hf_neuron_moe.patching.routing_replay import ReplayingCheckpoint, ReplayStats, replay_contexts, replay_routing
@@ -45,6 +46,7 @@ __all__ = [
     "fit_layout",
     "mark_complete",
     "measure_saved_bytes",
+    "prepare_adapters",
     "refuse_nonfinite",
     "replay_contexts",
     "replay_routing",
