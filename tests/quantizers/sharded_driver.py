@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 import safetensors
 import torch
 import transformers.modeling_utils
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, distributed as dist
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_neuron_moe import parity, patch_model, unpatch_model
 from hf_neuron_moe.quantizers import sharded
-from hf_neuron_moe.training.blocks import patched_blocks
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 64}
 
@@ -39,8 +40,17 @@ class Cell:
     family: str
     options: dict[str, Any]
     layout: dict[str, int]
-    refused: str = ""  # the beginning of the error's message; empty where it loads
     changes: dict[str, Any] = field(default_factory=dict)  # of the configuration
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are codes."""
+        return self.options["precision"] != "bf16"
+
+    @property
+    def alone(self) -> Cell:
+        """The same with whole weights."""
+        return replace(self, options={name: value for name, value in self.options.items() if "degree" not in name})
 
     @property
     def folder(self) -> str:
@@ -56,6 +66,8 @@ class Cell:
 TP, FSDP, EP, EP_TP = {"tp": 2}, {"fsdp": 2}, {"ep": 2, "fsdp": 2}, {"ep": 2, "tp": 2}
 KERNEL, FUSED = {"precision": "bf16"}, {"precision": "bf16", "layout": "fused"}
 PARTS = {**KERNEL, "tp_degree": 2}
+MX = {"precision": "mxfp8"}
+WIDE = {"intermediate_size": 1024}  # a part of 512, whose groups are those of the whole
 CELLS = (
     *(Cell("mixtral", KERNEL, layout) for layout in (TP, FSDP, EP, EP_TP)),
     Cell("mixtral", FUSED, TP),
@@ -68,6 +80,13 @@ CELLS = (
     Cell("mixtral", PARTS, EP),
     Cell("llama", {**PARTS, "tp_degree": 4}, TP),
     Cell("llama", {**PARTS, "layout": "fused"}, FSDP),
+    Cell("mixtral", MX, FSDP),
+    Cell("mixtral", MX, EP),
+    Cell("mixtral", MX, EP_TP),
+    Cell("gpt_oss", {**MX, "purpose": "inference", "pad": True}, EP),
+    Cell("mixtral", {**MX, "tp_degree": 2}, TP, changes=WIDE),
+    Cell("llama", {**MX, "tp_degree": 2}, TP, changes=WIDE),
+    Cell("llama", {**MX, "layout": "fused", "tp_degree": 2}, TP, changes=WIDE),
 )
 
 
@@ -135,36 +154,69 @@ def whole(tensor: Any) -> Tensor:
 
 
 def run(home: Path, cell: Cell, expected: dict[str, Any]) -> dict[str, Any]:
-    """Load, compare every weight, train two steps in fp32 and compare with one process."""
-    folder, rank = home / cell.folder, dist.get_rank()
-    trial = parity.Trial(str(folder), cell.layout, steps=2, rows=2, tokens=24)
-    if folder.name not in expected:
-        model = load(folder, {})
-        assert {block.neuron_config.weights for block in patched_blocks(model).values()} == {
-            cell.options.get("layout", "kernel").replace("fused", "stock")
-        }
-        precision = unpatch_model(model).patched[0].precision
-        values = {name: param.detach().clone() for name, param in model.named_parameters()}
-        patch_model(model, {"precision": "fp32"})
-        expected[folder.name] = precision, values, parity.train(trial, model.train())
-    precision, values, alone = expected[folder.name]
+    """Load, compare every weight, train two steps and compare with one process: bf16 conversions in fp32."""
+    rank, alone = dist.get_rank(), cell.alone
+    trial = parity.Trial("", cell.layout, steps=2, rows=2, tokens=24)
+    if alone.folder not in expected:
+        model = load(home / alone.folder, {})
+        values = in_fp32(model, alone)
+        first = adapted(model, trial) if alone.quantized and "tp" not in cell.layout else None
+        model = model if first is None else load(home / alone.folder, {})
+        expected[alone.folder] = values, first, parity.train(trial, model.train())
+    values, first, one = expected[alone.folder]
     with counted() as read:
-        model = load(folder, cell.layout)
-    report = unpatch_model(model)
-    assert {entry.precision for entry in report.patched} == {precision}
-    found = {name: whole(param) for name, param in model.named_parameters()}
+        model = load(home / cell.folder, cell.layout)
+    found = in_fp32(model, cell)
     other = [name for name, value in values.items() if not torch.equal(found[name], value)]
-    patch_model(model, {"precision": "fp32"})
-    together = parity.train(trial, model.train(), rank // cell.layout.get("tp", 1), trial.batches)
-    result = parity.compare(alone, together)
-    return {
+    part = rank // cell.layout.get("tp", 1)
+    together = parity.train(trial, model.train(), part, trial.batches)
+    result = parity.compare(one, together)
+    summary = {
         "other": other,
-        "names": [sorted(values.keys() ^ found.keys())],
-        "statuses": [entry.status for entry in report.entries],
+        "names": sorted(values.keys() ^ found.keys()),
         "loss": result.loss,
         "gradient": result.worst,
         "read": {name: count for name, count in read.items() if "gate_up" in name or "down_proj" in name},
     }
+    if first is not None and "tp" not in cell.layout:
+        second = adapted(load(home / cell.folder, cell.layout), trial, part, trial.batches)
+        summary["adapters"] = parity.compare(first, second).worst
+    return summary
+
+
+def in_fp32(model: Any, cell: Cell) -> dict[str, Tensor]:
+    """Return the stock parameters of all processes; a bf16 conversion's blocks compute in fp32 afterwards."""
+    if cell.quantized:
+        return {name: whole(param).clone() for name, param in model.named_parameters()}
+    report = unpatch_model(model)
+    assert {entry.precision for entry in report.entries} == {"bf16"}
+    values = {name: whole(param).clone() for name, param in model.named_parameters()}
+    patch_model(model, {"precision": "fp32"})
+    return values
+
+
+def adapted(model: Any, trial: parity.Trial, part: int = 0, parts: int = 1) -> parity.Run:
+    """Return the gradients of adapters on attention, after one step, averaged as the Trainer does."""
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train()
+    generator = torch.Generator().manual_seed(5)
+    for param in (param for param in model.parameters() if param.requires_grad):
+        value = 0.1 * torch.randn(param.shape, generator=generator)
+        placed = [param.device_mesh, param.placements] if hasattr(param, "placements") else []
+        param.data = distribute_tensor(value, *placed, src_data_rank=None) if placed else value
+    ids = parity.batch_of(trial, SIZES["vocab_size"], 0, part, parts)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    learned = {name: parity.whole(param.grad) for name, param in model.named_parameters() if param.requires_grad}
+    for gradient in learned.values() if parts > 1 else ():
+        dist.all_reduce(gradient)
+        gradient /= parts
+    return parity.Run([1.0], learned)
+
+
+def differing(home: Path) -> dict[str, Any]:
+    """Load another conversion on each rank."""
+    cell = CELLS[4 * dist.get_rank()]
+    load(home / cell.folder, cell.layout)
+    return {}
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -183,6 +235,7 @@ def main(home: Path, rank: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60), **options)
     expected: dict[str, Any] = {}
     found = {cell.name: attempt(lambda cell=cell: run(home, cell, expected)) for cell in CELLS}  # type: ignore[misc]
+    found["differing"] = attempt(lambda: differing(home))
     (home / f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.errors import ConversionError, SourceDamageError
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, UnsupportedModelError
 from hf_neuron_moe.quantizers.placeholders import place
 from hf_neuron_moe.quantizers.shard_layouts import read_stored
 from hf_neuron_moe.quantizers.sharded import OpenFiles, StockWeight, stock_rows
@@ -30,6 +30,9 @@ from tests.quantizers.sharded_driver import CELLS, SIZES, Cell
 
 LIMIT = 2e-6
 """Relative, of fp32 losses and gradients: sums in another order."""
+MX_LIMIT = 5e-3
+"""Relative, of gradients beside MX blocks that are divided: what a process returns is rounded to bf16 before it is
+summed, which is 2^-9, and changes of this size move some activations to the next MXFP8 code."""
 Ranks = list[dict[str, Any]]
 
 
@@ -44,8 +47,9 @@ def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
             torch.manual_seed(7)
             config = tiny_config(cell.family, **{**SIZES, **changes})
             AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(source)
-        if not (home / cell.folder).exists():
-            convert_checkpoint(source, home / cell.folder, ConvertOptions(**cell.options))
+        for each in {cell.folder: cell, cell.alone.folder: cell.alone}.values():
+            if not (home / each.folder).exists():
+                convert_checkpoint(source, home / each.folder, ConvertOptions(**each.options))
     command = [sys.executable, "-m", "tests.quantizers.sharded_driver", str(home)]
     started = []
     for rank in ("0", "1"):
@@ -64,43 +68,63 @@ def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if not cell.refused], ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_every_layout_computes_as_one_process_and_reads_its_part(two: Ranks, cell: Cell) -> None:
     for rank in two:
         found = rank[cell.name]
         assert "error" not in found, found["trace"]
-        assert (found["other"], found["names"]) == ([], [[]])
-        assert set(found["statuses"]) == {"patched"}
+        assert (found["other"], found["names"]) == ([], [])
     first = two[0][cell.name]
-    assert first["loss"] <= LIMIT and first["gradient"][1] <= LIMIT, first
-    experts = 1 if cell.family in ("llama", "phi3") else 8
-    weights = 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * experts
-    assert [sum(rank[cell.name]["read"].values()) for rank in two] == [weights] * 2  # 2 bytes each, half of them
+    divided = cell.quantized and cell.layout != {"fsdp": 2}
+    limit = MX_LIMIT if divided else LIMIT
+    assert first["loss"] <= limit / (10 if divided else 1) and first["gradient"][1] <= limit, first
+    assert ("adapters" in first) is (cell.quantized and "tp" not in cell.layout)
+    assert first.get("adapters", ("", 0.0))[1] <= limit, first
+    read = [sum(each for name, each in rank[cell.name]["read"].items() if "_bias" not in name) for rank in two]
+    assert read[0] == read[1]
+    if not cell.quantized:
+        experts = 1 if cell.family in ("llama", "phi3") else 8
+        assert read[0] == 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * experts  # 2 bytes each, half of them
+    if divided and "tp_degree" in cell.options:
+        assert all(name.endswith(f".tp{rank}") for rank in (0, 1) for name in two[rank][cell.name]["read"])
+    elif divided:
+        whole = {name: 2 * count for name, count in first["read"].items() if "_bias" not in name}
+        assert cell.family != "mixtral" or two[0]["mixtral-mxfp8:fsdp2"]["read"] == whole
 
 
+@pytest.mark.slow
+def test_ranks_with_different_conversions_end_with_one_error(two: Ranks) -> None:
+    first, second = (rank["differing"]["error"] for rank in two)
+    assert first == second and "stored form of model.layers.0.mlp.experts.down_proj must be the same" in first
+
+
+PADDED = {"layout": "kernel", "pad": True}
 SINGLE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"layout": "kernel"}),
     ("llama", {"layout": "fused", "tp_degree": 2}),
-    ("phi3", {"layout": "kernel", "tp_degree": 2}),
-    ("phi3", {"layout": "kernel", "swizzle": True}),
-    ("mixtral", {"layout": "kernel", "tp_degree": 4}),
-    ("gpt_oss", {"layout": "kernel", "tp_degree": 2}),
+    ("llama", {**PADDED, "tp_degree": 2}),
+    ("phi3", {**PADDED, "tp_degree": 2}),
+    ("phi3", {**PADDED, "swizzle": True}),
+    ("mixtral", {**PADDED, "tp_degree": 4}),
+    ("gpt_oss", {**PADDED, "tp_degree": 2}),
     ("gpt_oss", {"layout": "fused"}),
     ("llama4", {"layout": "fused", "tp_degree": 2}),
     ("nemotron_h", {"layout": "kernel"}),
 ]
+FAST = [SINGLE[3], SINGLE[6], SINGLE[8]]
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
-@pytest.mark.parametrize(("family", "options"), SINGLE, ids=str)
-@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each not in FAST)) for each in SINGLE],
+    ids=str,
+)
 def test_any_slice_of_a_stock_weight_is_read_from_any_conversion(
-    source: Source, converted: Converted, family: str, options: dict[str, Any], pad: bool
+    source: Source, converted: Converted, family: str, options: dict[str, Any]
 ) -> None:
-    if pad and options["layout"] == "fused":
-        pytest.skip("fused layouts have no zeros")
-    sizes = UNEVEN if pad else INNER
-    original, folder = source(family, sizes), converted(family, sizes, pad=pad, **options)
+    sizes = UNEVEN if "pad" in options else INNER
+    original, folder = source(family, sizes), converted(family, sizes, **options)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(original))
     model.config.distributed_config = SimpleNamespace(tp_size=2)
@@ -141,3 +165,27 @@ def test_a_missing_part_and_sizes_that_do_not_divide(converted: Converted, tmp_p
     only_first = {name: each for name, each in read_stored(files).items() if each.tp_rank != 1}
     with refused(ConversionError, "tensor model.layers.0.mlp.gate_up_proj.weight", "belong together"):
         place(model, only_first)
+
+
+CODES: list[tuple[str, dict[str, Any], dict[str, int], str, str]] = [
+    ("llama", {}, {"tp_size": 2}, "tp_degree", "--tp-degree 2"),
+    ("mixtral", {}, {"tp_size": 2}, "tp_degree", "--tp-degree 2"),
+    ("mixtral", {"tp_degree": 2}, {"tp_size": 4}, "tp_degree", "--tp-degree 4.*tp_size=2"),
+    ("mixtral", {"tp_degree": 2}, {"fsdp_size": 2}, "tp_degree", "without --tp-degree"),
+    ("mixtral", {"tp_degree": 2}, {"tp_size": 2, "ep_size": 2}, "tp_degree", "without --tp-degree"),
+    ("mixtral", {}, {"fsdp_size": 3, "ep_size": 3}, "ep_size", "divides them .2, 4"),
+    ("gpt_oss", {"tp_degree": 2}, {"tp_size": 2}, "distributed_config", "without biases"),
+    ("llama4", {}, {"fsdp_size": 2, "ep_size": 2}, "distributed_config", "ids and weights"),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "sizes", "argument", "says"), CODES, ids=str)
+def test_codes_that_a_layout_would_have_to_cut_are_refused(
+    converted: Converted, family: str, options: dict[str, Any], sizes: dict[str, int], argument: str, says: str
+) -> None:
+    folder = converted(family, precision="mxfp8", **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.config.distributed_config = SimpleNamespace(**sizes)
+    with refused(UnsupportedModelError, argument, says):
+        place(model, read_stored(map(str, sorted(folder.glob("*.safetensors")))))
