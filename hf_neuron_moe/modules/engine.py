@@ -70,10 +70,19 @@ def is_sharded_at_loading(model: nn.Module) -> bool:
     return any(found is True for found in each)
 
 
+def sizes_asked(model: nn.Module) -> dict[str, int]:
+    """Return the sizes with which the engine will shard a model that ``from_pretrained`` is making; empty if it won't.
+
+    ``{"tp": 2, "ep": 1, "fsdp": 2}``, and those of ``pp`` and ``dp_replicate``.
+    """
+    asked = getattr(getattr(model, "config", None), "distributed_config", None)
+    sizes = {name: getattr(asked, f"{name}_size", None) or 1 for name in ("tp", "ep", "fsdp", "pp", "dp_replicate")}
+    return sizes if any(size > 1 for size in sizes.values()) else {}
+
+
 def has_stages(model: nn.Module) -> bool:
     """Return whether `model` is one stage of a pipeline."""
-    asked = getattr(getattr(model, "config", None), "distributed_config", None)
-    return getattr(asked, "pp_size", None) not in (None, 1)
+    return sizes_asked(model).get("pp", 1) > 1
 
 
 def is_sharded(tensor: Tensor | None) -> bool:

@@ -32,14 +32,19 @@ def is_parallel(module: nn.Module, roles: DenseRoles) -> bool:
     return any(installed(base_of(module.get_submodule(name))) is not None for name in roles.linears)
 
 
+def rules_for(roles: DenseRoles) -> dict[str, str]:
+    """Return the engine's style for each layer, by which a block can compute with the parts."""
+    style = "colwise" if roles.interleaved else _INPUTS[len(roles.inputs) == 1]
+    return dict.fromkeys(roles.inputs, style) | {roles.down: "rowwise"}
+
+
 def reasons_against_parallel(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
     """Yield why a block cannot compute an MLP that was sharded while loading."""
     if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
         yield "FSDP shards it as a module of its own, so that it cannot be replaced; leave it out of fsdp_plan"
     if not is_parallel(module, roles):
         return
-    fused = len(roles.inputs) == 1
-    wanted = dict.fromkeys(roles.inputs, "colwise" if roles.interleaved else _INPUTS[fused]) | {roles.down: "rowwise"}
+    wanted = rules_for(roles)
     found = {name: _style(module.get_submodule(name)) for name in roles.linears}
     if found != wanted:
         given = ", ".join(f"{name}: {style}" for name, style in found.items())
