@@ -31,6 +31,7 @@ _FIXES = {
     "version of ": "Install the same packages for every rank.",
     "option ": "Pass the same configuration on every rank.",
     "environment variable ": "Set it to one value on every rank, or unset it.",
+    "content of ": "Save to a folder that all ranks share.",
     "plan of ": "Load the same model in the same way on every rank.",
 }
 """What to do about a fact that differs, by the beginning of its name."""
