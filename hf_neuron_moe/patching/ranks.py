@@ -24,7 +24,12 @@ _VARIABLES = (generation.OPTION, versions.LNC_OVERRIDE, versions.LNC_VARIABLE, "
 # What of a block's entry in the report is compared.
 _PLANNED = ("class_name", "experts", "hidden_size", "intermediate_size", "status", "precision", "backend", "weights")
 _ALIKE = "Start all ranks with the same packages, model, configuration and environment variables."
-_PRODUCTS = f"Set {compute.OPTION} to fp32 on every rank, or to native: processors or environments differ."
+# What to do about another difference, by the beginning of its name.
+_FIXES = {
+    compute.OPTION: f"Set {compute.OPTION} to fp32 on every rank, or to native: processors or environments differ.",
+    "stored form of ": "Copy one conversion to every machine.",
+    "content of ": "Save to a folder that all ranks share.",
+}
 
 
 class OneAnswer:
@@ -95,7 +100,7 @@ def _compare(said: Mapping[str, tuple[str, Mapping[str, str]]]) -> None:
             who.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(who) > 1:
             got = " and ".join(f"{value} on {spelled_together(ranks)}" for value, ranks in who.items())
-            fix = _PRODUCTS if name == compute.OPTION else _ALIKE
+            fix = next((fix for start, fix in _FIXES.items() if name.startswith(start)), _ALIKE)
             raise RankError.about(name, "the same on all ranks", got, fix)
 
 
