@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
 from hf_neuron_moe.errors import ConfigError, public
@@ -58,6 +59,16 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
         model: nn.Module = super().call_model_init(trial)
         _patch(model, self.args, None)
         return model
+
+    def create_optimizer(self, *positional: Any, **named: Any) -> Any:
+        """Create the optimizer of the parameters that FSDP2 trains.
+
+        An evaluation before leaves its last group gathered, in parameters that no later step reads.
+        """
+        for module in self.model.modules() if self.model is not None and self.optimizer is None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().create_optimizer(*positional, **named)
 
     def train(self, *positional: Any, **named: Any) -> Any:
         """Train as the other class does; the hooks for the metrics are gone afterwards, whatever happens."""

@@ -235,6 +235,18 @@ def failing(home: Path, layout: str) -> dict[str, Any]:
     return {}
 
 
+def evaluated(home: Path, layout: str) -> dict[str, Any]:
+    """Train one step, with and without an evaluation before."""
+    weights = []
+    for first in (True, False):
+        run = trainer(home, layout, "evaluated", save_strategy="no", max_steps=1)
+        if first:
+            run.evaluate()
+        run.train()
+        weights.append(fingerprint(run.model))
+    return {"weights": weights}
+
+
 def scattered(home: Path, layout: str) -> dict[str, Any]:
     """Each process saves to a disk of its own."""
     trainer(home, layout, f"scattered-{dist.get_rank()}").train()
@@ -242,7 +254,7 @@ def scattered(home: Path, layout: str) -> dict[str, Any]:
 
 
 CELLS: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each for each in (saving, resumed, best, refusing, failing, scattered)
+    each.__name__: each for each in (saving, resumed, best, refusing, failing, scattered, evaluated)
 }
 
 

@@ -84,10 +84,13 @@ def assert_resumed(results: list[dict[str, Any]], layout: str, others: list[str]
 def test_saved_whole_and_in_parts_and_resumed(repo_root: Path, tmp_path: Path) -> None:
     layouts = [("tp2", "fsdp2"), ("ep2_fsdp2", "tp2"), ("fsdp2", "ep2_fsdp2")]
     cells = [*(["saving", *pair] for pair in layouts), ["resumed", "ep2_fsdp2", ["tp2"]]]
+    cells += [["evaluated", "fsdp2"]]
     found = launched(repo_root, tmp_path, cells)
-    *saved, resumed = found.cells
+    *saved, resumed, evaluated = found.cells
     for results in saved:
         assert_saved(results, found.folder)
+    for result in evaluated:  # the evaluation leaves FSDP2's last group gathered
+        assert result["error"] is None and result["weights"][0] == result["weights"][1]
     assert_resumed(resumed, "ep2_fsdp2", ["tp2"], found.alone)
     assert max(resumed[0]["norms"]) > 0.5  # gradients were clipped
 
