@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.backends.spec import FFNWeights
@@ -103,6 +104,7 @@ class ShardedSwiGLUMLP(NeuronSwiGLUMLP):
         biases = [None if base_of(layer).bias is None else local(base_of(layer).bias) for layer in layers[:-1]]
         return [low_rank_of(layer, part) for layer in layers], [*biases, None]  # down's is added behind the sum, once
 
+    @torch.compiler.disable  # a compiler cannot look into the layers' installed forwards
     def _compute(self, hidden_states: Tensor) -> Tensor:
         if self._unsupported_reason_fused() is not None:
             return super()._compute(hidden_states)  # by the layers, which sum for themselves

@@ -85,6 +85,7 @@ MEASURED = [
     cell("mixtral", layout, "fp32", kind="measured", **more)
     for layout, more in (("ep2", {}), ("ep2-tp2", {}), ("tp2", {}), ("ep2", {"idle": True}))
 ]
+COMPILED = cell("llama", "tp2", "mxfp8", kind="compiled")
 REFUSED = {
     "its intermediate size 129 is no multiple of tp_size=2": cell("odd", "tp2", "fp32", kind="refused"),
     "option precision must be the same on all ranks": cell(

@@ -140,6 +140,14 @@ def inference(trial: parity.Trial) -> dict[str, Any]:
     return {"logits": ((found - expected).norm() / expected.norm()).item()}
 
 
+def compiled(trial: parity.Trial) -> dict[str, Any]:
+    """Compare a compiled dense block with itself."""
+    mlp = parity.load(trial, distributed=True).model.layers[0].mlp
+    x = torch.randn(1, 8, H, generator=torch.Generator().manual_seed(3))
+    found = torch.compile(mlp, backend="eager")(x)
+    return {"equal": torch.equal(found, mlp(x)), "warned": mlp.neuron_warned}
+
+
 def measured(trial: parity.Trial) -> dict[str, Any]:
     """Return what is logged of one step."""
     model = parity.load(trial, distributed=True)
@@ -173,6 +181,8 @@ def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[
             return block(cell, trial)
         case "inference":
             return inference(trial)
+        case "compiled":
+            return compiled(trial)
         case "measured":
             return measured(trial)
         case "refused":

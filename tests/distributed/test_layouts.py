@@ -48,7 +48,8 @@ def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("two"), [*cells.ALWAYS, *cells.MEASURED, *cells.REFUSED.values()], 2)
+    chosen = [*cells.ALWAYS, *cells.MEASURED, cells.COMPILED, *cells.REFUSED.values()]
+    return run(repo_root, tmp_path_factory.mktemp("two"), chosen, 2)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,13 @@ def test_metrics_count_every_token_once_and_know_idle_processes(two: Results) ->
     assert "process_load" not in tp["experts"]
     assert idle["experts"]["process_load"] == [128, 0]
     assert idle["logs"]["neuron/idle_processes"] == 1.0 and idle["logs"]["neuron/processes_per_token"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_compiled_block_computes_with_its_part_at_its_precision(two: Results) -> None:
+    found = two[cells.COMPILED["name"]]
+    assert not any(found["errors"]), found["errors"]
+    assert found["equal"] and not found["warned"]
 
 
 @pytest.mark.slow
