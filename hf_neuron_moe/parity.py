@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -205,6 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
         rows=asked.rows,
         tokens=asked.tokens,
     )
+    needed, started = trial.batches * trial.layout.get("tp", 1), int(os.environ.get("WORLD_SIZE", "1"))
+    if started != needed:
+        parser.error(f"this --layout takes {needed} processes, got {started}: use torchrun --nproc-per-node {needed}")
+    if trial.rows % trial.batches:
+        parser.error(f"--rows must be a multiple of fsdp x dp_replicate = {trial.batches}, got {trial.rows}")
     dist.init_process_group(timeout=timedelta(seconds=300))
     try:
         result = tried(trial)

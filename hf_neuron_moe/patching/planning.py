@@ -15,6 +15,7 @@ from hf_neuron_moe.backends.operator_registration import register_again
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.modules.engine import stock_class
 from hf_neuron_moe.patching.apply import PlanItem, Request, all_slots
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from hf_neuron_moe.patching.preconditions import passed_by
@@ -176,7 +177,7 @@ def _entry(candidate: Candidate, status: str) -> PatchEntry:
         name=candidate.name,
         aliases=candidate.aliases,
         kind=candidate.kind,
-        class_name=type(candidate.module).__name__,
+        class_name=stock_class(candidate.module).__name__,
         status=status,
         experts=E,
         hidden_size=H,

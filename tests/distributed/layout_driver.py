@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_neuron_moe import parity, patch_model
+from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.training.figures import logs_of
 from hf_neuron_moe.training.metrics import TrainingMonitor
 from tests.tiny_models import tiny_model
@@ -157,7 +158,10 @@ def measured(trial: parity.Trial) -> dict[str, Any]:
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     monitor.end_step()
     record = monitor.take()
-    return {"logs": logs_of(record), "experts": next(iter(record["experts"].values()))}
+    report = report_of(model)
+    assert report is not None
+    classes = sorted({entry.class_name for entry in report.entries})
+    return {"classes": classes, "logs": logs_of(record), "experts": next(iter(record["experts"].values()))}
 
 
 def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[str, Any]:

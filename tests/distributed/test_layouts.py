@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hf_neuron_moe import parity
 from tests.distributed import cells
 from tests.distributed.launch import launch
 
@@ -110,6 +111,7 @@ def test_two_processes(each: cells.Cell, two: Results) -> None:
 def test_metrics_count_every_token_once_and_know_idle_processes(two: Results) -> None:
     ep, both, tp, idle = (two[each["name"]] for each in cells.MEASURED)
     for found in (ep, both, tp):
+        assert found["classes"] == ["MixtralExperts"]  # not FSDP's class of it
         assert sum(found["experts"]["load"]) == 4 * 16 * 2  # tokens of all rows, two experts each
         assert len(found["experts"]["load"]) == 8
     assert ep["experts"]["load"] == both["experts"]["load"] == tp["experts"]["load"]
@@ -139,6 +141,19 @@ def test_what_is_refused_is_refused_on_every_process(message: str, two: Results)
 @pytest.mark.parametrize("each", cells.ALWAYS_FOUR, ids=lambda each: each["name"])
 def test_four_processes(each: cells.Cell, four: Results) -> None:
     check(each, four)
+
+
+@pytest.mark.parametrize(
+    ("started", "message"),
+    [("1", "takes 8 processes, got 1: use torchrun --nproc-per-node 8"), ("8", "--rows must be a multiple of")],
+)
+def test_parity_names_the_processes_and_rows_that_a_layout_takes(
+    started: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", started)
+    with pytest.raises(SystemExit):
+        parity.main(["folder", "--layout", "fsdp=8,ep=2"])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
