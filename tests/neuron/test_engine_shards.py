@@ -46,16 +46,17 @@ def losses(case: Case, folder: Path, layout: dict[str, int], backend: str) -> tu
     return found, report
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+CELLS = [(name, layout) for name in WIDER for layout in LAYOUTS if layout == "tp" or "experts" in name]
+
+
 @pytest.mark.parametrize(
-    "name", ["experts-bf16", *(pytest.param(n, marks=pytest.mark.slow) for n in WIDER if n != "experts-bf16")]
+    ("name", "layout"),
+    [pytest.param(*each, marks=[] if each[0] == "experts-bf16" else pytest.mark.slow) for each in CELLS],
 )
 def test_kernels_compute_a_process_s_part(
     name: str, layout: str, machine: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
     case = replace(CASES[name], sizes={**CASES[name].sizes, "intermediate_size": WIDER[name]})
-    if "dense" in name and layout == "ep-tp":
-        pytest.skip("a model without experts")
     case.model(layers=1).save_pretrained(tmp_path / "model")
     expected, _ = losses(case, tmp_path / "model", LAYOUTS[layout], "torch")
     double = machine(target=case.target).double
