@@ -194,6 +194,7 @@ def refusing(home: Path, layout: str, damage: str) -> dict[str, Any]:
             next(iter(at.rglob(pattern))).unlink()
     dist.barrier()
     changes: dict[str, dict[str, Any]] = {"sizes": {"intermediate_size": 512}, "layers": {"num_hidden_layers": 2}}
+    changes["wider"] = {"vocab_size": 96}
     if damage in changes:
         if dist.get_rank() == 0:
             tiny_model("mixtral", **{**SIZES, **changes[damage]}).save_pretrained(home / damage)
