@@ -22,6 +22,12 @@ class Installed(NamedTuple):
     mesh: Any  # the processes that share the module
     experts: Any = None  # the ``EPImplementation`` that brings experts their tokens
 
+    @property
+    def same_tokens(self) -> torch.distributed.ProcessGroup | None:
+        """The processes that call the module with the same tokens, or None where each has its own."""
+        mesh = self.mesh if self.experts is None else self.experts.tp_mesh
+        return group_of(mesh) if mesh.size() > 1 else None
+
     def again(self, module: nn.Module, implementation: str | None = None) -> None:
         """Install a forward of the same kind around the present forward of `module`.
 
@@ -62,6 +68,21 @@ def is_sharded_at_loading(model: nn.Module) -> bool:
     """Return whether ``from_pretrained(distributed_config=...)`` sharded `model` or a part of it."""
     each = (getattr(module, "is_distributed_loading_by_transformers", False) for module in model.modules())
     return any(found is True for found in each)
+
+
+def sizes_asked(model: nn.Module) -> dict[str, int]:
+    """Return the sizes with which the engine will shard a model that ``from_pretrained`` is making; empty if it won't.
+
+    ``{"tp": 2, "ep": 1, "fsdp": 2}``, and those of ``pp`` and ``dp_replicate``.
+    """
+    asked = getattr(getattr(model, "config", None), "distributed_config", None)
+    sizes = {name: getattr(asked, f"{name}_size", None) or 1 for name in ("tp", "ep", "fsdp", "pp", "dp_replicate")}
+    return sizes if any(size > 1 for size in sizes.values()) else {}
+
+
+def has_stages(model: nn.Module) -> bool:
+    """Return whether `model` is one stage of a pipeline."""
+    return sizes_asked(model).get("pp", 1) > 1
 
 
 def is_sharded(tensor: Tensor | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.formats.moe_mx import TILE, from_groups, to_groups
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.collectives import sum_gradients, sum_results
 from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.experts import called
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY
@@ -170,6 +172,8 @@ class QuantizedBlock(NeuronBlock):
 class QuantizedProjection(nn.Module):
     """Holds the codes and scales of one dense projection under the names ``weight`` and ``weight_scale``."""
 
+    in_features = out_features = 0  # for rules of a model's tensor-parallel plan, which are about another layer
+
 
 class QuantizedExperts(QuantizedBlock):
     """Experts behind their stock call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
@@ -199,8 +203,10 @@ class QuantizedSwiGLUMLP(QuantizedBlock):
     """``down(silu(gate(x)) * up(x))`` with ``gate_up_proj.weight`` and ``down_proj.weight`` as MX codes."""
 
     weight_suffix = ".weight"
+    neuron_group: Any = None  # the processes among which I is divided
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
-        x_SH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return self._compute(x_SH, None, None).reshape(hidden_states.shape)
+        x_SH, group = hidden_states.reshape(-1, hidden_states.shape[-1]), self.neuron_group
+        y_SH = self._compute(x_SH if group is None else sum_gradients(x_SH, group), None, None)
+        return (y_SH if group is None else sum_results(y_SH, group)).reshape(hidden_states.shape)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.convert.plan import no_codes
 from hf_neuron_moe.errors import ConversionError, public
+from hf_neuron_moe.modules.engine import sizes_asked
 from hf_neuron_moe.modules.quantized_blocks import (
     BIASES,
     DOWN,
@@ -22,7 +23,9 @@ from hf_neuron_moe.modules.quantized_blocks import (
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.bf16_loader import UP, Bf16Loader
-from hf_neuron_moe.quantizers.shard_layouts import FORWARD, WHERE, StoredTensor
+from hf_neuron_moe.quantizers.shard_layouts import FORWARD, WHERE, StoredTensor, joined
+from hf_neuron_moe.quantizers.sharded import Reading
+from hf_neuron_moe.quantizers.sharded_codes import CodeReading, local_codes
 
 _CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 
@@ -35,14 +38,17 @@ class Placement:
         default_factory=list
     )  # those that stay; what they replace
     loaders: list[Bf16Loader] = field(default_factory=list)  # those that make way for the original modules again
+    readings: list[Reading] = field(default_factory=list)  # modules that stay, of a model that is sharded while loading
+    codes: list[CodeReading] = field(default_factory=list)  # of the stand-ins that stay, of such a model
     swaps: list[Swap] = field(default_factory=list)  # bf16 blocks, patched because they lie beside quantized ones
     names: set[str] = field(default_factory=set)  # in-memory names of all converted tensors
 
 
 @public(WHERE)
 def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placement:
-    """Replace every module whose weights are stored converted."""
+    """Replace every module whose weights are stored converted, or note it where the engine will shard the model."""
     placement, placed, slots = Placement(), set(), all_slots(model)
+    sizes, stored = sizes_asked(model), joined(stored)
     warned: set[str] = set()
     for candidate in discover(model):
         kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
@@ -50,7 +56,15 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         tensors = _tensors_of(candidate.name, names, model, stored)
         if not tensors:
             continue
-        stand_in = _stand_in(candidate, kind, tensors, names)
+        stand_in = _stand_in(candidate, kind, tensors, names, sizes)
+        placed |= {tensor.name for tensor in tensors.values()}
+        if isinstance(stand_in, Reading):
+            placement.readings.append(stand_in)
+            placement.names |= {tensor.name for tensor in tensors.values()}
+            continue
+        if isinstance(stand_in, CodeReading):
+            placement.codes.append(stand_in)
+            stand_in = stand_in.block
         for parent, attribute in slots.get(id(candidate.module), ()):
             parent._modules[attribute] = stand_in
         if isinstance(stand_in, Bf16Loader):
@@ -58,7 +72,6 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         else:
             stand_in.neuron_fallbacks_warned = warned
             placement.quantized.append((stand_in, candidate))
-        placed |= {tensor.name for tensor in tensors.values()}
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
     if lost:
@@ -88,8 +101,12 @@ def _tensors_of(
 
 
 def _stand_in(
-    candidate: Candidate, kind: type[QuantizedBlock], tensors: Mapping[str, StoredTensor], names: tuple[str, ...]
-) -> Bf16Loader | QuantizedBlock:
+    candidate: Candidate,
+    kind: type[QuantizedBlock],
+    tensors: Mapping[str, StoredTensor],
+    names: tuple[str, ...],
+    engine: Mapping[str, int],
+) -> Bf16Loader | QuantizedBlock | Reading | CodeReading:
     whole = {role: tensors[name] for role, name in zip((GATE_UP, DOWN), names[::2]) if name in tensors}
     plain = all(tensor.bf16_layout is not None for tensor in whole.values())
     if candidate.reason is not None or len(whole) < 2 or any((name in tensors) is plain for name in names[1::2]):
@@ -107,7 +124,8 @@ def _stand_in(
             fix = "config.json and the shards do not belong together."
             raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
-        return Bf16Loader(candidate, whole)
+        apart = engine or any(tensor.parts for tensor in whole.values())
+        return Reading(candidate, whole) if apart else Bf16Loader(candidate, whole)
     if (reason := no_codes(candidate)) is not None:
         fix = "Load the original checkpoint and patch it with precision='mxfp8'."
         expected = "of a module that is computed with MX codes"
@@ -117,13 +135,13 @@ def _stand_in(
         got, fix = f"{whole[GATE_UP].layout} and {whole[DOWN].layout}", "The shards do not belong together."
         expected = "permuted both or neither"
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
-    held = {name: tensor.tensor for name, tensor in tensors.items()}
+    _, held, experts = local_codes(candidate, tensors, engine)
     if form is not None and form.biased:
         held |= {name: torch.empty_like(candidate.module.get_parameter(name), device="meta") for name in BIASES}
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)
     if candidate.roles is None:
         block.neuron_top_k = candidate.top_k
-    return block
+    return CodeReading(block, tensors, experts) if experts or any(each.parts for each in tensors.values()) else block
 
 
 def _named(experts: int | None, hidden: int | None, inner: int | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,21 +12,27 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
 from hf_neuron_moe.formats.moe_mx import TILE, from_groups
 from hf_neuron_moe.modules.block import put_parameter, release_layout
+from hf_neuron_moe.modules.engine import is_sharded_at_loading
 from hf_neuron_moe.modules.quantized_blocks import GATE_UP, QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
-from hf_neuron_moe.patching.discovery import Candidate
+from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.lock import one_at_a_time
+from hf_neuron_moe.patching.ranks import OneAnswer
 from hf_neuron_moe.quantizers.bf16_loader import give_weights
 from hf_neuron_moe.quantizers.placeholders import Placement
 from hf_neuron_moe.quantizers.quantization_config import ONE_DEVICE, NeuronMoEQuantizationConfig
 from hf_neuron_moe.quantizers.shard_layouts import WHERE
+from hf_neuron_moe.quantizers.sharded import OpenFiles, Slices
 
 
 @public(WHERE)
 def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuantizationConfig) -> None:
     """Settle the MX blocks, and put the original modules back where bf16 weights landed, patched."""
     model.config.__dict__.pop("transformers_weights", None)
+    if placement.readings or placement.codes:
+        with OneAnswer(), OpenFiles() as slices:
+            _read(model, placement, slices)
     for stand_in in (*(block for block, _ in placement.quantized), *placement.loaders):
         missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
         if missing:
@@ -32,36 +40,60 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
             raise ConversionError.about(missing[0], "filled from the checkpoint", "no values", fix)
     for block, _ in placement.quantized:
         block.settle()
-    if not placement.loaders:
+    if not placement.loaders and not placement.readings:
         return
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         expected = "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading"
         raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(devices)), ONE_DEVICE)
-    forms = [loader.candidate.form for loader in placement.loaders]
-    fixed = any(form is not None and form.stock_only is not None for form in forms)
+    landed: list[Any] = [*placement.loaders, *placement.readings]
+    forms = [each.candidate.form for each in landed]
+    fixed = any(form is not None and form.stock_only is not None for form in forms) or is_sharded_at_loading(model)
     layout = "kernel" if options.layout == "kernel" and not fixed else "stock"
     config = NeuronMoEConfig(precision="bf16", backend="torch", weights=layout)
     slots = all_slots(model)
+    found = {reading.candidate.name for reading in placement.readings}
     while placement.loaders:
         loader = placement.loaders.pop(0)
-        candidate, original = loader.candidate, loader.hand_over(layout)
+        original = loader.hand_over(layout)
         for parent, attribute in slots[id(loader)]:
             parent._modules[attribute] = original
-        if placement.quantized:  # a bf16 block next to MX ones: patch_model would refuse the model as quantized
+        found.add(loader.candidate.name)
+    placement.readings.clear()
+    if placement.quantized:  # bf16 blocks next to MX ones: patch_model would refuse the model as quantized
+        for candidate in (each for each in discover(model) if each.name in found and each.reason is None):
             swap = build(PlanItem(candidate, config))
-            put_in(model, swap, {id(swap.original): slots[id(loader)]})
+            put_in(model, swap, all_slots(model))
             release_layout(swap.replacement, swap.original)
             placement.swaps.append(swap)
-    if not placement.quantized:
+    else:
         # What was matched while loading belongs to the converted names; saving starts from the model's own again.
         model.__dict__.pop("_weight_conversions", None)
         patch_model(model, NeuronMoEConfig(precision="bf16", weights=layout), strict=False)
 
 
+def _read(model: PreTrainedModel, placement: Placement, slices: Slices) -> None:
+    """Fill what transformers left out, each process its part."""
+    there = {id(module) for module in model.modules()}  # pipeline stages lack the others' layers
+    placement.readings = [each for each in placement.readings if id(each.candidate.module) in there]
+    placement.codes = [each for each in placement.codes if id(each.block) in there]
+    placement.quantized = [each for each in placement.quantized if id(each[0]) in there]
+    place = next(param.device for param in model.parameters() if not param.is_meta)
+    for codes in placement.codes:
+        codes.check()
+    for reading in placement.readings:
+        reading.finish(slices, place)
+    for codes in placement.codes:
+        codes.finish(slices, place, model)
+    placement.codes.clear()
+
+
 @one_at_a_time
 def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
     """Give an MX base its codes' values as weights: exact in bf16 and wider dtypes, as far as their exponents reach."""
+    if is_sharded_at_loading(model):
+        fix = "Load it in one process and call dequantize() there."
+        raise UnsupportedModelError.about("model", "whole", "one that was sharded while loading", fix)
     slots = all_slots(model)
     for block, candidate in placement.quantized:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +35,12 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     @public("from_pretrained")
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raise where transformers is to quantize while loading, and for parts of tensor-parallel ranks."""
+        """Raise where transformers is to quantize while loading."""
         if not self.pre_quantized:
             convert = "`hf-neuron-moe convert SRC DST`"
             fix = f"Load the model without it and call patch_model, or convert the checkpoint first: {convert}."
             expected, got = "left out for a checkpoint that is not converted", type(self.quantization_config).__name__
             raise UnsupportedModelError.about("quantization_config", expected, got, fix)
-        if self.quantization_config.tp_degree > 1:
-            expected = "1: transformers loads whole weights"
-            fix = "Convert the original again without --tp-degree; the parts of ranks are for Neuron."
-            raise UnsupportedModelError.about("tp_degree", expected, self.quantization_config.tp_degree, fix)
 
     @public("from_pretrained")
     def update_device_map(self, device_map: Any) -> Any:
@@ -76,15 +74,31 @@ class NeuronMoEQuantizer(HfQuantizer):
         kind = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
         return dtype if kind in ("BF16", "F16", "F32", "F64") else None
 
+    @public("from_pretrained")
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from hf_neuron_moe.modules.engine import sizes_asked
+        from hf_neuron_moe.patching.ranks import OneAnswer
         from hf_neuron_moe.quantizers.placeholders import place
         from hf_neuron_moe.quantizers.shard_layouts import FORWARD, read_stored
 
-        stored = read_stored(kwargs.get("checkpoint_files") or [])
-        self.placement = place(model, stored)
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        with OneAnswer() if sizes_asked(model) else nullcontext(dict[str, str]()) as facts:
+            stored = read_stored(kwargs.get("checkpoint_files") or [])
+            self.placement = place(model, stored)
+            facts |= {f"stored form of {name}": repr(tensor.facts) for name, tensor in stored.items()}
         if any(tensor.orientation != FORWARD for tensor in stored.values()):
-            ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-            model._keys_to_ignore_on_load_unexpected = ignored | {_BACKWARD_OPERANDS}
+            ignored.add(_BACKWARD_OPERANDS)
+        # What is read without transformers, and is no key of the model while it loads.
+        readings: list[Any] = [*self.placement.readings, *self.placement.codes]
+        own = {part.name for each in readings for whole in each.stored.values() for part in whole.all}
+        ignored |= {f"^{re.escape(name)}$" for name in own}
+        model._keys_to_ignore_on_load_unexpected = ignored
+
+    def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
+        """Cut dense layers as the blocks take them, where the model's own plan cuts a fused one across its halves."""
+        assert self.placement is not None
+        for reading in self.placement.readings:
+            plan |= {name: style for name, style in reading.rules.items() if name in plan}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Leave out the converters that would take converted tensors for source ones of the same name."""

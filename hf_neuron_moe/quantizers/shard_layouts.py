@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,19 @@ class StoredTensor:
     scale_layout: str | None = None  # where the scales lie, None for bf16
     orientation: str = FORWARD  # "forward" or "backward"
     padding: Mapping[str, int] = field(default_factory=dict)  # zeros at the end of its H and I axes
+    file: str = ""
+    tp_rank: int | None = None  # the tensor-parallel rank whose part it is; None for a whole one
+    parts: tuple[StoredTensor, ...] = ()  # of a tensor in parts: all of them, in the order of ranks
+
+    @property
+    def all(self) -> tuple[StoredTensor, ...]:
+        """Its parts, or itself."""
+        return self.parts or (self,)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What has to be the same wherever it is read."""
+        return self.layout, self.scale_layout, tuple(self.tensor.shape), sorted(self.padding.items())
 
     @property
     def bf16_layout(self) -> Bf16Layout | None:
@@ -67,7 +80,7 @@ class StoredTensor:
     @property
     def halves(self) -> int:
         """How often the rows of its matrix go through the I axis: 2 for gate and up, 1 for up alone, 0 for down."""
-        return halves_in(self.name)
+        return halves_in(self.name.removesuffix(f".tp{self.tp_rank}"))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -78,7 +91,13 @@ class StoredTensor:
         else:
             rows, columns = self.mx_layout(gate_up=self.halves > 0).matrix_shape(self.tensor.shape)
         hidden, inner = (columns, rows // self.halves) if self.halves else (rows, columns)
-        return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0)
+        others = sum(part.sizes[1] for part in self.parts[1:])
+        return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0) + others
+
+    @property
+    def width(self) -> int:
+        """Intermediate values of one part of it, zeros included."""
+        return (self.parts[0] if self.parts else self).sizes[1] + self.padding.get("I", 0)
 
     @public(WHERE)
     def mx_layout(self, *, gate_up: bool) -> MXLayout:
@@ -116,8 +135,24 @@ def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
     for path in files:
         tensors, metadata = read_header(Path(path))
         facts = {name: fact for name, fact in _facts(path, metadata).items() if fact.layout != SOURCE}
-        stored |= {name: _stored(tensor, facts[name]) for name, tensor in tensors.items() if name in facts}
+        stored |= {name: _stored(path, tensor, facts[name]) for name, tensor in tensors.items() if name in facts}
     return stored
+
+
+def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors by the names that whole ones have, with the parts of those that ranks share."""
+    whole = {name: tensor for name, tensor in stored.items() if tensor.tp_rank is None}
+    shared: dict[str, list[StoredTensor]] = {}
+    for name, tensor in stored.items():
+        if tensor.tp_rank is not None:
+            shared.setdefault(name.removesuffix(f".tp{tensor.tp_rank}"), []).append(tensor)
+    for name, parts in shared.items():
+        parts.sort(key=lambda part: part.tp_rank or 0)
+        if [part.tp_rank for part in parts] != list(range(len(parts))):
+            found = ", ".join(str(part.tp_rank) for part in parts)
+            raise damaged(f"tensor {name}", "parts of consecutive ranks, from 0 on", f"those of {found}")
+        whole[name] = replace(parts[0], name=name, parts=tuple(parts))
+    return whole
 
 
 @public(WHERE)
@@ -145,17 +180,17 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
     raise ConversionError.about(path, expected, "one without them", fix)
 
 
-def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
+def _stored(path: str, tensor: SourceTensor, fact: _Fact) -> StoredTensor:
     plain = bf16_layout(fact.layout, len(tensor.shape) == 3) is not None
     allowed, axes = (("BF16",), range(2, 4)) if plain else _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
-    if tensor.dtype not in allowed or fact.tp_rank is not None:
-        part = f"the part of tensor-parallel rank {fact.tp_rank}"
-        got = f"dtype {tensor.dtype}" if fact.tp_rank is None else part
-        fix = "Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron."
-        raise ConversionError.about(f"tensor {tensor.name}", "a whole converted weight", got, fix)
+    if tensor.dtype not in allowed:
+        expected = f"of the dtype of {fact.layout}, {' or '.join(allowed)}"
+        raise damaged(f"tensor {tensor.name}", expected, tensor.dtype)
     padding = fact.padding or {}
-    if len(tensor.shape) not in axes or 0 in tensor.shape or not all(map(is_natural, padding.values())):
+    numbers = (*padding.values(), fact.tp_rank or 0)
+    if len(tensor.shape) not in axes or 0 in tensor.shape or not all(map(is_natural, numbers)):
         got = f"shape {list(tensor.shape)} with {padding or 'no'} zeros"
         raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got)
     described = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")
-    return StoredTensor(tensor.name, fact.layout, described, fact.scale_layout, fact.orientation or FORWARD, padding)
+    place = (padding, path, fact.tp_rank)
+    return StoredTensor(tensor.name, fact.layout, described, fact.scale_layout, fact.orientation or FORWARD, *place)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_neuron_moe.convert.layout.orientations import BF16_FUSED
-from hf_neuron_moe.errors import ConversionError
 from hf_neuron_moe.patching.discovery import discover
 from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
-from hf_neuron_moe.quantizers.shard_layouts import TENSORS_KEY, StoredTensor, read_stored
+from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
 H, I = 32, 48  # noqa: E741
 
@@ -46,12 +41,3 @@ def test_padding_is_cut_off_and_halves_get_memory_of_their_own(padding: dict[str
     assert all(torch.equal(weight, value) for weight, value in zip(weights, (gate, up, down), strict=True))
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 3
     assert all(weight.is_contiguous() for weight in weights)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_part_of_any_rank_is_no_whole_weight(tmp_path: Path, rank: int) -> None:
-    facts = {"weight": {"layout": BF16_FUSED, "tp_rank": rank}}
-    save_file({"weight": torch.zeros(4, 4).bfloat16()}, tmp_path / "shard", {TENSORS_KEY: json.dumps(facts)})
-    with pytest.raises(ConversionError) as caught:
-        read_stored([str(tmp_path / "shard")])
-    assert caught.value.argument == "tensor weight"

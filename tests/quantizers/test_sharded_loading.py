@@ -1,0 +1,191 @@
+"""Conversions that transformers shards while loading: each process reads its part, and all compute what one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, UnsupportedModelError
+from hf_neuron_moe.quantizers.placeholders import place
+from hf_neuron_moe.quantizers.shard_layouts import read_stored
+from hf_neuron_moe.quantizers.sharded import OpenFiles, StockWeight, stock_rows
+from tests.quantizers.conftest import SIZES as INNER, UNEVEN, Converted, Source, load
+from tests.refusals import refused
+from tests.tiny_models import tiny_config
+
+pytest.importorskip("transformers.distributed.sharding_utils", reason="this transformers cannot shard while loading")
+from tests.quantizers.sharded_driver import CELLS, SIZES, Cell
+
+LIMIT = 2e-6
+"""Relative, of fp32 losses and gradients: sums in another order."""
+MX_LIMIT = 5e-3
+"""Relative, of gradients beside MX blocks that are divided: what a process returns is rounded to bf16 before it is
+summed, which is 2^-9, and changes of this size move some activations to the next MXFP8 code."""
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What two processes saw."""
+    home = tmp_path_factory.mktemp("sharded")
+    for cell in CELLS:
+        source = home / f"{cell.family}{cell.changes}"
+        if not source.exists():
+            changes = {"num_local_experts": 8, **cell.changes} if cell.family != "llama" else cell.changes
+            torch.manual_seed(7)
+            config = tiny_config(cell.family, **{**SIZES, **changes})
+            AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(source)
+        for each in {cell.folder: cell, cell.alone.folder: cell.alone}.values():
+            if not (home / each.folder).exists():
+                convert_checkpoint(source, home / each.folder, ConvertOptions(**each.options))
+    command = [sys.executable, "-m", "tests.quantizers.sharded_driver", str(home)]
+    started = []
+    for rank in ("0", "1"):
+        env = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        options: Any = {"cwd": repo_root, "env": env, "stderr": subprocess.PIPE, "start_new_session": True}
+        started.append(subprocess.Popen([*command, rank], text=True, **options))
+    try:
+        shown = [process.communicate(timeout=240)[1] for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert [process.returncode for process in started] == [0, 0], "\n".join(shown)
+    return [json.loads((home / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_every_layout_computes_as_one_process_and_reads_its_part(two: Ranks, cell: Cell) -> None:
+    for rank in two:
+        found = rank[cell.name]
+        assert "error" not in found, found["trace"]
+        assert (found["other"], found["names"]) == ([], [])
+    first = two[0][cell.name]
+    divided = cell.quantized and cell.layout != {"fsdp": 2}
+    limit = MX_LIMIT if divided else LIMIT
+    assert first["loss"] <= limit / (10 if divided else 1) and first["gradient"][1] <= limit, first
+    assert ("adapters" in first) is (cell.quantized and "tp" not in cell.layout)
+    assert first.get("adapters", ("", 0.0))[1] <= limit, first
+    read = [sum(each for name, each in rank[cell.name]["read"].items() if "_bias" not in name) for rank in two]
+    assert read[0] == read[1]
+    if not cell.quantized:
+        experts = 1 if cell.family in ("llama", "phi3") else 8
+        assert read[0] == 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * experts  # 2 bytes each, half of them
+    if divided and "tp_degree" in cell.options:
+        assert all(name.endswith(f".tp{rank}") for rank in (0, 1) for name in two[rank][cell.name]["read"])
+    elif divided:
+        whole = {name: 2 * count for name, count in first["read"].items() if "_bias" not in name}
+        assert cell.family != "mixtral" or two[0]["mixtral-mxfp8:fsdp2"]["read"] == whole
+
+
+@pytest.mark.slow
+def test_ranks_with_different_conversions_end_with_one_error(two: Ranks) -> None:
+    first, second = (rank["differing"]["error"] for rank in two)
+    assert first == second and "stored form of model.layers.0.mlp.experts.down_proj must be the same" in first
+
+
+PADDED = {"layout": "kernel", "pad": True}
+SINGLE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"layout": "kernel"}),
+    ("llama", {"layout": "fused", "tp_degree": 2}),
+    ("llama", {**PADDED, "tp_degree": 2}),
+    ("phi3", {**PADDED, "tp_degree": 2}),
+    ("phi3", {**PADDED, "swizzle": True}),
+    ("mixtral", {**PADDED, "tp_degree": 4}),
+    ("gpt_oss", {**PADDED, "tp_degree": 2}),
+    ("gpt_oss", {"layout": "fused"}),
+    ("llama4", {"layout": "fused", "tp_degree": 2}),
+    ("nemotron_h", {"layout": "kernel"}),
+]
+FAST = [SINGLE[3], SINGLE[6], SINGLE[8]]
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each not in FAST)) for each in SINGLE],
+    ids=str,
+)
+def test_any_slice_of_a_stock_weight_is_read_from_any_conversion(
+    source: Source, converted: Converted, family: str, options: dict[str, Any]
+) -> None:
+    sizes = UNEVEN if "pad" in options else INNER
+    original, folder = source(family, sizes), converted(family, sizes, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(original))
+    model.config.distributed_config = SimpleNamespace(tp_size=2)
+    placement = place(model, read_stored(map(str, sorted(folder.glob("*.safetensors")))))
+    assert placement.readings and not placement.loaders
+    expected, draw = load(original).state_dict(), random.Random(3)
+    with OpenFiles() as slices:
+        for reading in placement.readings:
+            candidate = reading.candidate
+            transposed = candidate.form is not None and candidate.form.transposed
+            for name, (role, rows_F) in stock_rows(candidate).items():
+                value = expected[f"{candidate.name}.{name}"]
+                weight = StockWeight(reading.stored[role], tuple(value.shape), rows_F, transposed, slices)
+                assert weight.get_shape() == list(value.shape) and torch.equal(weight[...], value)
+                for _ in range(4):
+                    ends = [sorted(draw.sample(range(size + 1), 2)) for size in value.shape]
+                    key = tuple(slice(*bounds) for bounds in ends)
+                    assert torch.equal(weight[key], value[key]), (name, key)
+
+
+@pytest.mark.parametrize("layout", ["kernel", "fused"])
+def test_parts_of_ranks_in_bf16_are_put_together_in_one_process(converted: Converted, layout: str) -> None:
+    whole = load(converted("mixtral", layout=layout))
+    model = load(converted("mixtral", layout=layout, tp_degree=2))
+    for (name, mine), (other, theirs) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert name == other and torch.equal(mine, theirs), name
+    assert str(model) == str(whole)
+
+
+def test_a_missing_part_and_sizes_that_do_not_divide(converted: Converted, tmp_path: Path) -> None:
+    folder = converted("llama", tp_degree=2)
+    files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    only_second = {name: each for name, each in read_stored(files).items() if each.tp_rank != 0}
+    with refused(SourceDamageError, "tensor model.layers.0.mlp.down_proj.weight", got="those of 1"):
+        place(model, only_second)
+    only_first = {name: each for name, each in read_stored(files).items() if each.tp_rank != 1}
+    with refused(ConversionError, "tensor model.layers.0.mlp.gate_up_proj.weight", "belong together"):
+        place(model, only_first)
+
+
+CODES: list[tuple[str, dict[str, Any], dict[str, int], str, str]] = [
+    ("llama", {}, {"tp_size": 2}, "tp_degree", "--tp-degree 2"),
+    ("mixtral", {}, {"tp_size": 2}, "tp_degree", "--tp-degree 2"),
+    ("mixtral", {"tp_degree": 2}, {"tp_size": 4}, "tp_degree", "--tp-degree 4.*tp_size=2"),
+    ("mixtral", {"tp_degree": 2}, {"fsdp_size": 2}, "tp_degree", "without --tp-degree"),
+    ("mixtral", {"tp_degree": 2}, {"tp_size": 2, "ep_size": 2}, "tp_degree", "without --tp-degree"),
+    ("mixtral", {}, {"fsdp_size": 3, "ep_size": 3}, "ep_size", "divides them .2, 4"),
+    ("gpt_oss", {"tp_degree": 2}, {"tp_size": 2}, "distributed_config", "without biases"),
+    ("llama4", {}, {"fsdp_size": 2, "ep_size": 2}, "distributed_config", "ids and weights"),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "sizes", "argument", "says"), CODES, ids=str)
+def test_codes_that_a_layout_would_have_to_cut_are_refused(
+    converted: Converted, family: str, options: dict[str, Any], sizes: dict[str, int], argument: str, says: str
+) -> None:
+    folder = converted(family, precision="mxfp8", **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.config.distributed_config = SimpleNamespace(**sizes)
+    with refused(UnsupportedModelError, argument, says):
+        place(model, read_stored(map(str, sorted(folder.glob("*.safetensors")))))
