@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -143,15 +144,21 @@ def saving(home: Path, layout: str, other: str) -> dict[str, Any]:
     }
 
 
-def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, half: int = 4) -> dict[str, Any]:
-    """Train, train again from the checkpoint in the middle as if the rest had never been, and then on `others`."""
-    runs = []
+def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, rank: int = 0) -> dict[str, Any]:
+    """Train, train again from the checkpoint in the middle as if the rest had never been, and then on `others`.
+
+    With a `rank`, adapters are trained.
+    """
+    runs, half, output = [], 4, f"adapters-{layout}" if rank else f"through-{layout}"
     for resume in (None, True):
         if resume and dist.get_rank() == 0:
-            shutil.rmtree(home / f"through-{layout}" / f"checkpoint-{STEPS}")
+            shutil.rmtree(home / output / f"checkpoint-{STEPS}")
         dist.barrier()
         model = loaded(home / "model", layout, attention_dropout=dropout)
-        runs.append(trainer(home, layout, f"through-{layout}", model=model, save_steps=half))
+        if rank:
+            torch.manual_seed(1)
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=rank, init_lora_weights=False))
+        runs.append(trainer(home, layout, output, model=model, save_steps=half))
         runs[-1].train(resume_from_checkpoint=resume)
     through, again = runs
     result = {
@@ -164,7 +171,7 @@ def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, ha
     }
     for other in others:
         moved = trainer(home, other, f"moved-{layout}-{other}", save_strategy="no")
-        moved.train(resume_from_checkpoint=str(home / f"through-{layout}" / f"checkpoint-{half}"))
+        moved.train(resume_from_checkpoint=str(home / output / f"checkpoint-{half}"))
         result[other] = figures(moved)
     return result
 

@@ -104,7 +104,7 @@ def test_every_layout_of_four_processes(repo_root: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_cannot_be_resumed_or_saved_is_an_error_of_all(repo_root: Path, tmp_path: Path) -> None:
+def test_resumed_with_dropout_or_adapters_and_what_is_an_error_of_all(repo_root: Path, tmp_path: Path) -> None:
     damages = {
         "sizes": ("UnsupportedModelError", "gate_up_proj has shape [8, 1024, 128], got [8, 512, 128]"),
         "layers": ("UnsupportedModelError", "model.layers.1.self_attn.q_proj.weight has shape [128, 128], got none"),
@@ -115,10 +115,11 @@ def test_what_cannot_be_resumed_or_saved_is_an_error_of_all(repo_root: Path, tmp
         "frozen": ("UnsupportedModelError", "a state for every parameter that is trained now, got Missing key"),
         "stock": ("IncompleteCheckpointError", "the checkpoint of a model that was sharded while loading"),
     }
-    cells = [["resumed", "fsdp2", ["tp2"], 0.2], ["best", "ep2_fsdp2"], ["scattered", "fsdp2"], ["failing", "fsdp2"]]
+    cells: list[list[Any]] = [["resumed", "fsdp2", [], 0.2], ["resumed", "ep2_fsdp2", [], 0.0, 4]]
+    cells += [["best", "ep2_fsdp2"], ["scattered", "fsdp2"], ["failing", "fsdp2"]]
     cells += [["refusing", "fsdp2", damage] for damage in damages]
-    resumed, best, scattered, failing, *refused = launched(repo_root, tmp_path, cells).cells
-    for result in resumed:
+    dropout, adapters, best, scattered, failing, *refused = launched(repo_root, tmp_path, cells).cells
+    for result in (*dropout, *adapters):
         assert result["error"] is None
         assert result["again"] == result["losses"] and result["weights"][0] == result["weights"][1]
     for result in best:
