@@ -82,7 +82,7 @@ def test_saved_adapters_and_merged_weights_are_opened_in_stock(name: str, folder
     adapters = PeftModel.from_pretrained(base, folder / name / "many").eval()
     merged = AutoModelForCausalLM.from_pretrained(folder / name / "merged").eval()
     with torch.no_grad():
-        one, other, plain = adapters(tokens()).logits, merged(tokens()).logits, base.unload()(tokens()).logits
+        one, other, plain = adapters(tokens()).logits, merged(tokens()).logits, adapters.unload()(tokens()).logits
     assert (one - other).abs().max() <= 2e-6 * other.abs().max(), "the order of fp32 sums"
     assert (plain - other).abs().max() > 1e-2 * other.abs().max()
 
