@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Held:
     trained: tuple[Tensor, ...]  # this rank's parts of the trained parameters, on the meta device
     numbers: tuple[int, int]  # of parameters, and of trained ones, of the model
     computing: tuple[int, int] = (0, 0)  # weights that the rank computes with: those of experts last, the others first
-    gathered: int = 0  # FSDP's largest group, and as much again for the group that it fetches ahead
+    gathered: int = 0  # of two groups that follow each other: the one in use, and the one that FSDP fetches ahead
     sent: int = 0  # in a step, to gather weights in both passes and to reduce gradients
 
 
@@ -98,7 +99,7 @@ class RankEstimate:
 
     layout: Mapping[str, int | None]  # the fields of :class:`Layout`
     devices: int
-    gathered_bytes: int  # weights that FSDP has gathered at one time: of its largest group, twice
+    gathered_bytes: int  # weights that FSDP has gathered at one time: of two groups that follow each other
     exchanged_bytes: int  # what one layer's experts send and receive of tokens in a forward, there and back
     sent_bytes: int  # what the rank sends in a step of the stock model
 
@@ -257,6 +258,7 @@ def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared
 def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared) -> Held:
     with as_rank(layout, rank) as meshes:
         computing = without_fsdp(model, layout, meshes)
+        full = {name: local_part(param).nbytes for name, param in computing.named_parameters()}
         mine = _untied(model)
         with _errors_of_the_engine(layout):
             type(mine).maybe_distribute_model(mine, layout.engine_config(), meshes)
@@ -264,18 +266,23 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         mine.tie_weights(recompute_mapping=False)
         tied = [(param, mine.get_parameter(name)) for name, param in cut.items()]
         whole = prepared(mine)
+        if _trained_shapes(whole) != _trained_shapes(prepared(computing)):
+            raise refused_layout(layout, "peft gives adapters the shape of FSDP's parts of a weight")
         held = _padded({id(each): each for each in (*whole.parameters(), *whole.buffers())}.values())
         trained = {id(each): each for each in whole.parameters() if each.requires_grad and layout.pp == 1}
         # FSDP takes tied weights for two, and reduces a gradient for each.
         twice = [param for param, used in tied if used is not param and id(used) in trained]
         gradients = _padded([*trained.values(), *twice])
         parts = tuple(local_part(each) for each in trained.values())
-        full = {name: local_part(param).nbytes for name, param in computing.named_parameters()}
         gathered, sent = _gathered(mine, cut, full)
         sent += 2 * gradients * (layout.dp_replicate - 1) // layout.dp_replicate
         experts = sum(size for name, size in full.items() if name in _experts_of(model))
         sizes = (sum(full.values()) - experts, experts)
         return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), sizes, gathered, sent)
+
+
+def _trained_shapes(model: nn.Module) -> list[Any]:
+    return [each.shape for each in model.parameters() if each.requires_grad]
 
 
 def _experts_of(model: Any) -> dict[str, int]:
@@ -304,7 +311,8 @@ def _gathered(mine: nn.Module, cut: Mapping[str, Tensor], full: Mapping[str, int
     for name, param in cut.items() if groups else ():
         groups[max((group for group in groups if not group or name.startswith(f"{group}.")), key=len)] += full[name]
         sent += (full[name] - _padded([param])) * (3 if param.requires_grad else 2)
-    return 2 * max(groups.values(), default=0), sent
+    ordered = [groups.pop("", 0), *groups.values(), 0]
+    return max(first + second for first, second in pairwise(ordered)), sent
 
 
 def without_fsdp(model: PreTrainedModel, layout: Layout, meshes: Any) -> Any:
