@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from hf_neuron_moe.config import NeuronMoEConfig as NeuronMoEConfig
     from hf_neuron_moe.errors import NeuronMoEError as NeuronMoEError, NeuronMoEWarning as NeuronMoEWarning
+    from hf_neuron_moe.modules.experts import register_experts_implementation as register_experts_implementation
     from hf_neuron_moe.patching import (
         PatchReport as PatchReport,
         patch_model as patch_model,
@@ -45,6 +46,7 @@ _NAMES, __getattr__ = lazy(
         "activation_policy": ("ActivationBudget", "ActivationPolicy"),
         "config": ("NeuronMoEConfig",),
         "errors": ("NeuronMoEError", "NeuronMoEWarning"),
+        "modules.experts": ("register_experts_implementation",),
         "patching": (
             "PatchReport",
             "patch_model",

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -35,6 +35,7 @@ class Trial:
     patch: Mapping[str, Any] | None = None  # options of ``patch_model``; None leaves the model stock
     experts_implementation: str | None = None
     ep_implementation: str = "auto"
+    tp_plan: Mapping[str, str] | None = None  # rules in the place of the model's own
     steps: int = 8
     rows: int = 4
     tokens: int = 16
@@ -81,7 +82,9 @@ def load(trial: Trial, *, distributed: bool) -> Any:
         from transformers.distributed import DistributedConfig
 
         sizes: Any = {f"{name}_size": size for name, size in trial.layout.items()}
-        options["distributed_config"] = DistributedConfig(**sizes, ep_implementation=trial.ep_implementation)
+        plan = None if trial.tp_plan is None else dict(trial.tp_plan)
+        config = DistributedConfig(**sizes, tp_plan=plan, ep_implementation=trial.ep_implementation)
+        options["distributed_config"] = config
     model: Any = AutoModelForCausalLM.from_pretrained(trial.folder, **options)
     if trial.patch is not None:
         from hf_neuron_moe.patching import patch_model
@@ -112,17 +115,15 @@ def train(trial: Trial, model: Any, part: int = 0, parts: int = 1) -> Run:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         if step == 0:
-            run.gradients = {name: whole(param.grad) for name, param in learned.items()}
+            run.gradients = {name: whole(param.grad) for name, param in learned.items() if param.grad is not None}
         run.losses.append(mean_of_ranks(loss.detach(), parts))
         optimizer.step()
         optimizer.zero_grad()
     return run
 
 
-def whole(gradient: Tensor | None) -> Tensor:
-    """Return a gradient of all processes in fp32, NaN where there is none."""
-    if gradient is None:
-        return torch.full((), torch.nan)
+def whole(gradient: Tensor) -> Tensor:
+    """Return a gradient of all processes in fp32."""
     full: Any = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return full.float()
 
@@ -136,13 +137,13 @@ def mean_of_ranks(loss: Tensor, parts: int) -> float:
 
 
 def compare(expected: Run, actual: Run) -> Comparison:
-    """Return how far `actual` is from `expected`; a missing or other gradient counts as infinitely far."""
-    apart = {}
-    for name, gradient in expected.gradients.items():
-        other = actual.gradients.get(name, torch.full((), torch.nan))
-        same = other.shape == gradient.shape
-        distance = ((other - gradient).norm() / gradient.norm().clamp(min=1e-30)).item() if same else torch.inf
-        apart[name] = distance if distance == distance else torch.inf
+    """Return how far `actual` is from `expected`; a gradient that only one has counts as infinitely far."""
+    apart = dict.fromkeys((*expected.gradients, *actual.gradients), torch.inf)
+    for name in expected.gradients.keys() & actual.gradients.keys():
+        gradient, other = expected.gradients[name], actual.gradients[name]
+        if gradient.shape == other.shape:
+            distance = ((other - gradient).norm() / gradient.norm().clamp(min=1e-30)).item()
+            apart[name] = distance if math.isfinite(distance) else torch.inf
     losses = max(abs(one - other) / abs(one) for one, other in zip(expected.losses, actual.losses, strict=True))
     return Comparison(losses, apart, actual.losses)
 
@@ -200,16 +201,15 @@ def main(arguments: list[str] | None = None) -> int:
         patch,
         asked.experts_implementation,
         asked.ep_implementation,
-        asked.steps,
-        asked.rows,
-        asked.tokens,
+        steps=asked.steps,
+        rows=asked.rows,
+        tokens=asked.tokens,
     )
-    with tempfile.TemporaryDirectory():
-        dist.init_process_group(timeout=timedelta(seconds=300))
-        try:
-            result = tried(trial)
-        finally:
-            dist.destroy_process_group()
+    dist.init_process_group(timeout=timedelta(seconds=300))
+    try:
+        result = tried(trial)
+    finally:
+        dist.destroy_process_group()
     if result is None:
         return 0
     lines = [json.dumps(asdict(result))] if asked.json else list(_rows(result))

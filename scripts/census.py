@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import gc
 import json
 import multiprocessing
 import sys
@@ -36,8 +37,10 @@ PRELOADED = (
     "transformers.modeling_layers",
     "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
     "transformers.integrations.moe",
     "torch._dynamo",
+    "census_judge",
 )
 """Modules that are imported once for all processes."""
 TIMEOUT = 120.0
@@ -55,6 +58,7 @@ class Running(NamedTuple):
 def _answer(listed: Listed, sender: Connection) -> None:
     import torch
 
+    gc.disable()  # this process ends soon, and its collections would go through all that is preloaded
     torch.set_num_threads(1)
     sender.send(judge(listed))
 

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def variants(cls: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         NotBuilt: no configuration fits.
     """
     error: Exception | None = None  # the first one, of the likeliest configuration
-    for config in [*_configs(cls), None]:
+    for config in chain(_configs(cls), [None]):
         built: set[str] = set()
         for said in _ways(cls, config):
             said = {name: value for name, value in said.items() if value is not None}
@@ -157,20 +158,35 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(importlib.import_module(module)))
 
 
+@cache
+def _calls_by_class(module: str) -> dict[str, list[tuple[str, ast.Call]]]:
+    """By class of a module, the plain names that it calls; made once, as a walk through a long file takes 50 ms."""
+    return {
+        node.name: [
+            (each.func.id, each)
+            for each in ast.walk(node)
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+        ]
+        for node in _tree(module).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
 def _calls(cls: type[nn.Module], config: Any) -> Iterator[dict[str, Any]]:
     """The arguments with which its module makes instances: constants and attributes of the configuration."""
     names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-    for node in ast.walk(_tree(cls.__module__)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == cls.__name__:
-            given = {**dict(zip(names, node.args)), **{keyword.arg: keyword.value for keyword in node.keywords}}
-            said: dict[str, Any] = {}
-            for name, value in given.items():
-                match value:
-                    case ast.Constant(value=constant) if name is not None:
-                        said[name] = constant
-                    case ast.Attribute(value=ast.Name("config"), attr=attribute) if name is not None:
-                        said[name] = getattr(config, attribute, None)
-            yield said
+    for called, node in chain.from_iterable(_calls_by_class(cls.__module__).values()):
+        if called != cls.__name__:
+            continue
+        given = {**dict(zip(names, node.args)), **{keyword.arg: keyword.value for keyword in node.keywords}}
+        said: dict[str, Any] = {}
+        for name, value in given.items():
+            match value:
+                case ast.Constant(value=constant) if name is not None:
+                    said[name] = constant
+                case ast.Attribute(value=ast.Name("config"), attr=attribute) if name is not None:
+                    said[name] = getattr(config, attribute, None)
+        yield said
 
 
 def _configs(cls: type[nn.Module]) -> Iterator[Any]:
@@ -184,14 +200,19 @@ def _configs(cls: type[nn.Module]) -> Iterator[Any]:
     kinds.pop("PreTrainedConfig", None)
     like = sorted(kinds, key=lambda name: -_shared(name, cls.__name__))
     nested: list[Any] = []
-    for name in dict.fromkeys([*(name for name in _annotated(cls.__module__, cls.__name__) if name in kinds), *like]):
+    tried: set[str] = set()
+    for name in chain(_annotated(cls.__module__, cls.__name__), like):
+        if name not in kinds or name in tried:
+            continue
+        tried.add(name)
         try:
             config = _default(kinds[name])
         except (TypeError, ValueError, AttributeError, KeyError, ImportError, OSError):
             continue
-        nested += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+        inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+        nested += map(_small, inner)  # before an instance is made, which may read them
         yield _small(config)
-    yield from map(_small, nested)
+    yield from nested
 
 
 def _default(kind: Any) -> Any:
@@ -217,15 +238,15 @@ def _annotated(module: str, name: str, levels: int = 4) -> Iterator[str]:
             for function in node.body:
                 if isinstance(function, ast.FunctionDef) and function.name == "__init__":
                     yield from re.findall(r"\w+Config\b", ast.unparse(function.args))
-    makers = [node.name for node in nodes if node.name != name and _makes(node, name)]
+    makers = [maker for maker, calls in _calls_by_class(module).items() if maker != name and _makes(calls, name)]
     for maker in makers if levels else ():
         yield from _annotated(module, maker, levels - 1)
 
 
-def _makes(node: ast.ClassDef, name: str) -> bool:
-    """Whether a class makes another one from its own configuration."""
-    calls = (each for each in ast.walk(node) if isinstance(each, ast.Call) and ast.unparse(each.func) == name)
-    return any("config" in map(ast.unparse, (*each.args, *(k.value for k in each.keywords))) for each in calls)
+def _makes(calls: list[tuple[str, ast.Call]], name: str) -> bool:
+    """Whether a class with these calls makes another one from its own configuration."""
+    made = (each for called, each in calls if called == name)
+    return any("config" in map(ast.unparse, (*each.args, *(k.value for k in each.keywords))) for each in made)
 
 
 def _small(config: Any) -> Any:

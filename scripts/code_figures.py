@@ -50,7 +50,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "device": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert", "quantizers", "reference"},
     "report": GROUND,
     "cli": GROUND | {"backends", "patching", "training", "convert", "device", "report"},
-    "__init__": GROUND | {"patching", "quantizers", "training"},
+    "__init__": GROUND | {"modules", "patching", "quantizers", "training"},
 }
 
 LIMITS = {

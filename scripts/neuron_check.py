@@ -124,12 +124,7 @@ def check_variables(chip: str) -> None:
         if name != chip:
             place = f"--target in {source}" if source == "NEURON_CC_FLAGS" else source
             raise _bad(place, f"{chip} (or unset) with run_{chip}.sh", name, "Unset it, or take the chip's own script.")
-    cores = versions.logical_cores()
-    if cores.contradiction:
-        got = f"{cores.name} by {cores.source}, {cores.contradiction.partition(':')[0]}"
-        raise _bad(
-            "LNC", "the same wherever it is set", got, "Set NEURON_LOGICAL_NC_CONFIG alone, and unset the others."
-        )
+    versions.lnc()
 
 
 def count_processes(processes: str, chip: str, lnc: int) -> int:

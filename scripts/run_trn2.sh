@@ -8,6 +8,7 @@
 #   bash scripts/run_trn2.sh --max_steps 10            options of finetune.py on top
 #   DRY_RUN=1 bash scripts/run_trn2.sh                 check the options and print the command, on any machine
 #   NPROC=1 bash scripts/run_trn2.sh                   one logical core only
+#   NNODES=2 RDZV_ENDPOINT=HOST:29500 bash scripts/run_trn2.sh         on each of two machines with EFA
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/neuron_run.sh

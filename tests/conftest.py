@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import secrets
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch
 
 from hf_neuron_moe.backends.torch import compute
 from tests.thinned import thin
+from tests.unsynced import leave_out_syncs
 
 # No deadline: a shared CI core makes single examples slow, and that is not what these tests are about.
 _COMMON = hypothesis.settings(deadline=None, print_blob=True, max_examples=50)
@@ -28,7 +30,8 @@ hypothesis.settings.register_profile("fresh", _COMMON, derandomize=False, databa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that rewrites tests/messages.json."""
+    """Add the option that rewrites tests/messages.json, and the one for every layout over processes."""
+    parser.addoption("--all-layouts", action="store_true", help="run every cell of tests/distributed/cells.py")
     parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
 
 
@@ -39,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(profile)
     if profile == "fresh" and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(secrets.randbelow(2**32))
+    leave_out_syncs()
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
@@ -51,6 +55,18 @@ def pytest_collection_finish() -> None:
     """Spare garbage collections the modules and the tests: accelerate collects after every run of a Trainer."""
     gc.collect()
     gc.freeze()
+
+
+_tests_done = itertools.count(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Spare them what the tests have imported and compiled since."""
+    yield
+    if next(_tests_done) % 10 == 0 and len(gc.get_objects()) > 50_000:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -7,6 +7,7 @@ transformers; the mapping to kernel arguments is in ``backends/neuron``.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from typing import NamedTuple
@@ -54,6 +55,22 @@ class Gate(NamedTuple):
         return ", ".join([name, *(word for word, present in words.items() if present)])
 
     @property
+    def short(self) -> str:
+        """Return the gate as a table shows it: ``silu``, or ``swish(1.702, limit 7, up + 1)``."""
+        limits = {self.gate_max if self.act_max is None else self.act_max, self.up_max, self.up_min and -self.up_min}
+        one, after = len(limits) == 1 and self.gate_min is None, "" if self.act_max is None else " afterwards"
+        words = {
+            f"{self.alpha:g}": self.act == "swish",
+            f"limit {self.up_max or 0:g}{after}" if one else "limits": self.clamped,
+            f"up + {self.up_offset:g}": self.up_offset != 0,
+            f"softcap {self.gate_softcap or 0:g}": self.gate_softcap is not None,
+            f"up softcap {self.up_softcap or 0:g}": self.up_softcap is not None,
+            "no gate": not self.gated,
+        }
+        shown = ", ".join(word for word, present in words.items() if present)
+        return f"{self.act}({shown})" if shown else self.act
+
+    @property
     def text(self) -> str:
         """Return the gate as one string without ``|``; :meth:`parse` is the inverse."""
         defaults = Gate._field_defaults
@@ -71,17 +88,20 @@ class Gate(NamedTuple):
 
 
 SWIGLU = Gate()
-_ABOVE_0 = ("act_max", "gate_softcap", "up_softcap", "alpha")
+_ABOVE_0 = ("gate_max", "up_max", "act_max", "gate_softcap", "up_softcap", "alpha")
 
 
 def checked_gate(gate: Gate) -> Gate:
     """Return `gate`; raise :class:`ConfigError` for numbers that define no function."""
     fix = "Leave an absent limit at None."
     for name, value in zip(gate._fields, gate, strict=True):
-        if type(value) is float and not math.isfinite(value):
-            raise ConfigError.about(name, "a finite number or None", repr(value), fix)
-        if name in _ABOVE_0 and type(value) is float and not value > 0:
-            raise ConfigError.about(name, "a number above 0", repr(value), fix)
+        if isinstance(value, (str, bool)) or value is None:
+            continue
+        held = ctypes.c_float(value).value if abs(value) < 2**1000 else math.inf  # in float32, as it is computed
+        if not math.isfinite(held):
+            raise ConfigError.about(name, "a finite number of float32 or None", repr(value), fix)
+        if name in _ABOVE_0 and not held > 0:
+            raise ConfigError.about(name, "a number above 0 in float32", repr(value), fix)
     if not gate.gated and gate != Gate(gate.act, gate.alpha, gated=False):
         raise ConfigError.about("gated", "True for a gate with limits, an offset or softcaps", "False", fix)
     for name in ("gate", "up"):

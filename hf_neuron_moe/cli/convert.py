@@ -139,8 +139,9 @@ def converting(label: str) -> Iterator[tuple[Watch, Update]]:
 def show_manifest(manifest: Manifest, destination: object, watch: Watch, as_json: bool) -> None:
     """Print what was written, in how much time and memory, and what is worth knowing about it."""
     from hf_neuron_moe.convert import nonfinite_note, rounding_note
-    from hf_neuron_moe.convert.notes import left_facts, left_notes
+    from hf_neuron_moe.convert.notes import left_facts, left_notes, requantized, requantized_note
 
+    again = requantized(manifest.weights, manifest.tensors, manifest.encodings, manifest.options)
     copied = sum(tensor.layout == "source" for tensor in manifest.tensors)
     facts = {
         "ok": True,
@@ -150,11 +151,12 @@ def show_manifest(manifest: Manifest, destination: object, watch: Watch, as_json
         "files": len(manifest.by_file()),
         "rounded_values": sum((manifest.rounded or {}).values()),
         "nonfinite_values": sum((manifest.nonfinite or {}).values()),
+        "requantized": again,
         "left": left_facts(manifest.left),
         **watch.cost(),
     }
     text = "{converted_weights} weights converted, {copied_tensors} tensors copied, {files} files in {destination}"
-    notes = (*left_notes(manifest.left), rounding_note(manifest), nonfinite_note(manifest))
+    notes = (*left_notes(manifest.left), rounding_note(manifest), requantized_note(again), nonfinite_note(manifest))
     rate = in_words(watch.done / max(watch.seconds, 1e-9))
     cost = f"{in_words(watch.done)} in {watch.seconds:.1f} s ({rate}/s), peak memory {in_words(watch.peak)}"
     tell(as_json, facts, text.format(**facts), *(f"note: {note}" for note in notes if note), cost)

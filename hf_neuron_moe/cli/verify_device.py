@@ -9,6 +9,7 @@ import typer
 
 from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
+from hf_neuron_moe.backends.neuron.versions import settle_environment
 from hf_neuron_moe.cli.doctor_text import show_table
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
@@ -46,6 +47,7 @@ def verify_device(
     Exit code 0 if rounding explains every difference, 7 if one is more than that, 6 if a block is wrong or failed, 1 if
     no Neuron kernel can run here or none computes a block.
     """
+    settle_environment()  # before torch is imported, which may load the plugin
     from hf_neuron_moe.device.model_dir import check_model_dir
     from hf_neuron_moe.device.request import Request
 

@@ -33,7 +33,7 @@ from hf_neuron_moe.convert.layout.orientations import stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES, Scratch, scratch_bytes, store
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, grouped, header_metadata
-from hf_neuron_moe.convert.notes import left_facts, left_notes
+from hf_neuron_moe.convert.notes import left_facts, left_notes, requantized, requantized_note
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.result import files_beside
@@ -63,6 +63,7 @@ class Estimate:
     """Whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider than
     bf16 that number is known only afterwards: it may then be some bytes longer."""
     left: dict[str, LeftModule] = field(default_factory=dict)
+    requantized: dict[str, Any] | None = None  # Codes whose values are quantized again: how many, and the least SQNR
 
     @property
     def seconds(self) -> float:
@@ -85,7 +86,7 @@ class Estimate:
             f"worker{'s' if self.workers > 1 else ''}",
             f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, in addition the disk "
             f"{self.disk_seconds:,.1f} s at its present speed)",
-            *(f"note: {note}" for note in left_notes(self.left)),
+            *(f"note: {note}" for note in (*left_notes(self.left), requantized_note(self.requantized)) if note),
             "nothing was written",
         ]
         return "\n".join(lines)
@@ -140,6 +141,7 @@ def estimate_conversion(
         compute_seconds=planning + compute_seconds,
         disk_seconds=output_bytes * _write_cost(destination.parent),
         left=plan.left,
+        requantized=requantized(plan.pieces, tensors, plan.source.encodings, plan.options),
         exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),
     )
 

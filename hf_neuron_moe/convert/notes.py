@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hf_neuron_moe.convert.manifest import LeftModule, Manifest, grouped_names
+from hf_neuron_moe.convert.audit.compare import MX_FLOORS_DB
+from hf_neuron_moe.convert.io.source import Encoding
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SOURCE
+from hf_neuron_moe.convert.manifest import LeftModule, Manifest, Piece, WrittenTensor, grouped, grouped_names
+from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, pattern_of, printable
 
 Left = Mapping[str, LeftModule]
@@ -70,6 +74,36 @@ def rounding_note(manifest: Manifest) -> str:
     return (
         f"{sum(rounded.values()):,} of {values:,} {kinds} values in {len(rounded)} tensors (first: {min(rounded)}) do "
         "not fit bf16 and were rounded; keep the original checkpoint, export cannot bring them back."
+    )
+
+
+def requantized(
+    weights: Mapping[str, Sequence[Piece]],
+    tensors: Iterable[WrittenTensor],
+    encodings: Mapping[str, Encoding],
+    options: ConvertOptions,
+) -> dict[str, Any] | None:
+    """What ``--json`` prints of codes whose values are quantized again, with the least SQNR; None without any."""
+    found: dict[str, Piece] = {}
+    floors = []
+    for weight, stored in grouped(tensors, lambda tensor: tensor.weight).items():
+        own, layouts = options.of(weight), {tensor.layout for tensor in stored}
+        coded = {piece.source: piece for piece in weights[weight] if piece.source in encodings}
+        if coded and SOURCE not in layouts and own.quantized and layouts.isdisjoint(PERMUTED_WORDS.values()):
+            found |= coded
+            floors.append(MX_FLOORS_DB[str(own.precision)][own.rule])
+    values = sum(math.prod(piece.shape) for piece in found.values())
+    return {"tensors": len(found), "values": values, "sqnr_floor_db": min(floors)} if found else None
+
+
+def requantized_note(facts: Mapping[str, Any] | None) -> str:
+    """Say in one sentence what :func:`requantized` found; empty where it is None."""
+    if facts is None:
+        return ""
+    return (
+        f"{facts['tensors']:,} tensors of codes ({facts['values']:,} values) are decoded and quantized again in MX: "
+        f"the error of a matrix is at most {10 ** (-facts['sqnr_floor_db'] / 20):.1%} of its norm "
+        f"(SQNR {facts['sqnr_floor_db']:g} dB)."
     )
 
 

@@ -176,7 +176,7 @@ def inspect_installation() -> Installation:
         others={"hf-neuron-moe": __version__, **{name: _version(name) for name in _DATA["others"]}},
         packages=packages,
         target=_detected(versions.platform),
-        lnc=_detected(versions.logical_cores),
+        lnc=_detected(versions.agreed_cores),
         devices=devices,
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         kernels=tuple(kernels),

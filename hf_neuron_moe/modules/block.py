@@ -42,6 +42,7 @@ class NeuronBlock(nn.Module):
     neuron_top_k: int | None = None  # experts per token, 0 where the model does not say; None for a dense MLP
     neuron_former_forward: Any = None  # of a block that computes for a module which stays: what was there before
     neuron_installed: Any = None  # and what was put there
+    neuron_same_tokens: Any = None  # the processes that call it with the same tokens
     neuron_long_calls: LongCalls | None = None  # those too long for the kernels; None: none are, or they raise
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:

@@ -22,6 +22,12 @@ class Installed(NamedTuple):
     mesh: Any  # the processes that share the module
     experts: Any = None  # the ``EPImplementation`` that brings experts their tokens
 
+    @property
+    def same_tokens(self) -> torch.distributed.ProcessGroup | None:
+        """The processes that call the module with the same tokens, or None where each has its own."""
+        mesh = self.mesh if self.experts is None else self.experts.tp_mesh
+        return group_of(mesh) if mesh.size() > 1 else None
+
     def again(self, module: nn.Module, implementation: str | None = None) -> None:
         """Install a forward of the same kind around the present forward of `module`.
 
@@ -72,6 +78,11 @@ def sizes_asked(model: nn.Module) -> dict[str, int]:
     asked = getattr(getattr(model, "config", None), "distributed_config", None)
     sizes = {name: getattr(asked, f"{name}_size", None) or 1 for name in ("tp", "ep", "fsdp", "pp", "dp_replicate")}
     return sizes if any(size > 1 for size in sizes.values()) else {}
+
+
+def has_stages(model: nn.Module) -> bool:
+    """Return whether `model` is one stage of a pipeline."""
+    return sizes_asked(model).get("pp", 1) > 1
 
 
 def is_sharded(tensor: Tensor | None) -> bool:

@@ -21,6 +21,8 @@ from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.engine import axis_parts
+from hf_neuron_moe.modules.expert_parallel import register_expert_parallel
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
@@ -37,6 +39,9 @@ class ExpertsBlock(NeuronBlock):
         super().__init__(original, name, config)
         self.neuron_form = read_experts(original)
         self._remember_activation(self.neuron_form.activation, self.neuron_form.gate)
+        # Processes that add up their results, each with a part of the intermediate axis.
+        self.neuron_parts, _ = axis_parts(parameter_of(original, self.neuron_form.down), self.neuron_form.axes[1])
+        self.neuron_factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}  # of adapters, lent to a call
 
     @property
     def neuron_shape(self) -> SavedBlock:
@@ -51,7 +56,16 @@ class ExpertsBlock(NeuronBlock):
         check_hidden_states(hidden_states, parameter_of(self, form.down), axis, self.neuron_name)
         rows = hidden_states.shape[:-1].numel() * (1 if form.post_norm is None else routing[0].shape[1])
         backend = self._call_backend(rows)
-        return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
+        parameters: dict[str, Any] = self._parameters
+        held = {name: parameters[name] for name in self.neuron_factors}
+        try:
+            for name, factors in self.neuron_factors.items():
+                with torch.autocast(hidden_states.device.type, enabled=False):
+                    for left, right, scaling in factors:  # one rounding, as peft does it
+                        parameters[name] = torch.baddbmm(parameters[name], left, right, alpha=scaling)
+            return compute_experts(self, (hidden_states, *routing), form, self.neuron_config, backend, self.neuron_keep)
+        finally:
+            parameters.update(held)
 
 
 class NeuronExperts(ExpertsBlock):
@@ -153,7 +167,7 @@ def called(
     if form.call == SHARED:
         return experts_calls.shared(operator, experts, *inputs)
     if form.call == IDENTITY:
-        return experts_calls.identity(operator, experts, *inputs)
+        return experts_calls.identity(operator, experts, getattr(module, "neuron_parts", 1), *inputs)
     if form.call == BY_EXPERT:
         return experts_calls.by_expert(operator, experts, *inputs)
     if form.call == SORTED:
@@ -223,8 +237,10 @@ def register_experts_implementation(
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
     selects it, process-wide. Parameters and checkpoints stay transformers' own, so that the ``weights`` of `config`
     must be ``"auto"`` or ``"stock"``; its precision is one for all, its activations a preset or a policy without
-    exceptions. An implementation `name` of another origin is not replaced. Under transformers' tensor or expert
-    parallelism the first call raises.
+    exceptions. An implementation `name` of another origin is not replaced.
+
+    Under expert parallelism transformers' exchange multiplies the affinities behind the experts, not where the kernels
+    do. ``DistributedConfig(ep_implementation="neuron_moe")``, registered here too, takes them along.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -244,6 +260,7 @@ def register_experts_implementation(
         expected = "a name that no other experts implementation has"
         fix = "Choose another name, for example 'neuron_moe'."
         raise ConfigError.about("name", expected, repr(name), fix)
+    register_expert_parallel()
     function = _RegisteredExperts(options)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
     return function

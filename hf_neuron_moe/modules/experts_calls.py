@@ -92,9 +92,12 @@ def routed(
     return (y_RH.view(T, K, y_RH.shape[-1]) * weight_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
 
 
-def identity(operator: Operator, experts: int, x_TH: Tensor, ids_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Return the sum of the experts below `experts`, and ``x`` times the weights of the others."""
-    passed_T1 = (weight_TK * (ids_TK >= experts)).sum(1, keepdim=True)
+def identity(operator: Operator, experts: int, parts: int, x_TH: Tensor, ids_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """Return the sum of the experts below `experts`, and ``x`` times the weights of the others.
+
+    Of so many `parts`, which are added up, each has its share of ``x``.
+    """
+    passed_T1 = (weight_TK * (ids_TK >= experts)).sum(1, keepdim=True) / parts
     return operator(x_TH, ids_TK, weight_TK) + (x_TH * passed_T1).to(x_TH.dtype)
 
 

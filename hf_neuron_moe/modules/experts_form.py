@@ -20,7 +20,7 @@ from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.engine import axis_parts, installed, strided, uneven
 from hf_neuron_moe.modules.expert_parallel import why_not_exchanged
-from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
+from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.gate_source import GateSource, read_gate
 from hf_neuron_moe.modules.state_dict import WeightRule
@@ -127,9 +127,10 @@ def reasons_against_cut(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
             continue
         inner = form.sizes(module)[2]
         halves = name != form.down and form.gate.gated and len(form.inputs) == 1 and not form.interleaved
-        if form.call not in (ROUTED, BY_EXPERT, SHARED) or form.biased or form.post_norm is not None:
-            what = "biases" if form.biased else "a norm behind each expert" if form.post_norm else f"a {form.call} call"
-            yield f"it has {what}, and tensor parallelism leaves it partial results; use expert parallelism (ep_size)"
+        if form.call in (STACKED, SORTED) or form.biased or form.post_norm is not None:
+            norm, bias = "a norm behind each expert", "a bias that is added to results"
+            what = bias if form.post_norm is None else norm
+            yield f"it has {what}, and tensor parallelism leaves it partial ones; use expert parallelism (ep_size)"
         if axis != form.axes[name == form.down] or strided(parameter, axis) is not halves:
             style = "another axis" if axis != form.axes[name == form.down] else "other rows"
             yield f"tensor parallelism cuts {name} along {style} than a block reads; leave its tp_plan as it is"

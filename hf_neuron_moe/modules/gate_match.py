@@ -97,4 +97,4 @@ def _match_up(x: Expression, gate: Gate) -> Gate | None:
 
 
 def _float(limit: float | None) -> float | None:
-    return None if limit is None else float(limit)
+    return None if limit is None else float(limit) if abs(limit) < 2**1000 else limit

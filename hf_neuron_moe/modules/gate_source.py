@@ -203,7 +203,7 @@ class _Frame:
             value = attribute_of(self.module, attr)
         except AttributeError:
             value = None
-        if value is not None and (type(value) not in (int, float) or math.isnan(value)):
+        if value is not None and (type(value) not in (int, float) or value != value):
             shown = "NaN" if type(value) is float else describe_activation(value)
             raise UnknownForm(f"its gate reads {self.path}{attr}, {shown}, not a number")
         self.reader.constants[self.path + attr] = value

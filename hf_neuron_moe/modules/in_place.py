@@ -46,6 +46,7 @@ def install(block: NeuronBlock, module: nn.Module) -> None:
     former = block.__dict__.pop("forward", None)
     engine = installed(module)
     block.__dict__["neuron_former_forward"] = former
+    block.__dict__["neuron_same_tokens"] = None if engine is None else engine.same_tokens
     module.__dict__[BLOCK] = block
     module.__dict__["forward"] = _forward(block, module)
     if engine is not None:

@@ -9,7 +9,7 @@ Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.engine import local
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp, check_no_transform
 from hf_neuron_moe.modules.structure import has_call_hooks
 
@@ -38,21 +39,30 @@ class LowRank(NamedTuple):
 
         As in peft's merging the product is formed in the factors' dtype (on CPUs in fp32 for half types), then added.
         """
-        weight_ON, a_RN, b_OR, scaling = self
-        if a_RN is None or b_OR is None:
-            return weight_ON
+        if self.a_RN is None or self.b_OR is None:
+            return self.weight_ON
+        return (self.weight_ON + self.product).to(self.weight_ON.dtype)
+
+    @property
+    def product(self) -> Tensor:
+        """What is added to the weight."""
+        _, a_RN, b_OR, scaling = self
+        assert a_RN is not None and b_OR is not None
         dtype = b_OR.dtype
         if b_OR.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-            product_ON = ((b_OR.float() @ a_RN.float()) * scaling).to(dtype)
-        else:
-            product_ON = (b_OR @ a_RN) * scaling
-        return (weight_ON + product_ON).to(weight_ON.dtype)
+            return ((b_OR.float() @ a_RN.float()) * scaling).to(dtype)
+        return (b_OR @ a_RN) * scaling
 
 
 def is_lora_linear(layer: Any) -> bool:
     """Return whether `layer` is peft's LoRA wrapper of a linear layer (peft itself need not be installed)."""
     kind = type(layer)
     return (kind.__module__, kind.__qualname__) == ("peft.tuners.lora.layer", "Linear")
+
+
+def base_of(layer: Any) -> Any:
+    """Return the linear layer inside a LoRA wrapper, or `layer` itself."""
+    return layer.base_layer if is_lora_linear(layer) else layer
 
 
 def _active(layer: Any) -> list[str]:
@@ -80,18 +90,20 @@ def unsupported_reason_low_rank(layer: Any) -> str | None:
     return None
 
 
-def low_rank_of(layer: Any) -> LowRank:
-    """Return a layer's weight and adapters; it is plain or one that :func:`unsupported_reason_low_rank` takes."""
+def low_rank_of(layer: Any, part: Callable[[Tensor], Tensor] = lambda whole: whole) -> LowRank:
+    """Return a layer's weight and adapters; it is plain or one that :func:`unsupported_reason_low_rank` takes.
+
+    `part` is applied to each parameter of adapters.
+    """
     if not is_lora_linear(layer):
-        return LowRank(layer.weight)
-    weight_ON, active = layer.base_layer.weight, _active(layer)
+        return LowRank(local(layer.weight))
+    weight_ON, active = local(layer.base_layer.weight), _active(layer)
+    factors = [(part(layer.lora_A[name].weight), part(layer.lora_B[name].weight)) for name in active]
     if len(active) < 2:
-        added = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
-        return LowRank(weight_ON, *added[0]) if added else LowRank(weight_ON)
+        return LowRank(weight_ON, *factors[0], layer.scaling[active[0]]) if active else LowRank(weight_ON)
     # Several are stacked to one adapter of the ranks' sum.
-    a_RN = torch.cat([layer.lora_A[name].weight for name in active])
-    scaled_b = [layer.lora_B[name].weight * layer.scaling[name] for name in active]
-    return LowRank(weight_ON, a_RN, torch.cat(scaled_b, dim=1))
+    scaled_b = [b_OR * layer.scaling[name] for name, (_, b_OR) in zip(active, factors, strict=True)]
+    return LowRank(weight_ON, torch.cat([a_RN for a_RN, _ in factors]), torch.cat(scaled_b, dim=1))
 
 
 @public("swiglu_mlp")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.modules.collectives import sum_gradients, sum_results
 from hf_neuron_moe.modules.dense_roles import DenseRoles
-from hf_neuron_moe.modules.engine import axis_parts, group_of, installed, local, style_name, uneven
+from hf_neuron_moe.modules.engine import axis_parts, group_of, installed, is_sharded, local, style_name, uneven
+from hf_neuron_moe.modules.low_rank import LowRank, base_of, low_rank_of
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
-from hf_neuron_moe.modules.structure import unsupported_reason_plain_linear
 from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP, ffn_weights
 
 _INPUTS = {False: "colwise", True: "packed_colwise"}
@@ -29,7 +29,7 @@ _INPUTS = {False: "colwise", True: "packed_colwise"}
 
 def is_parallel(module: nn.Module, roles: DenseRoles) -> bool:
     """Return whether tensor parallelism cut the layers of an MLP."""
-    return any(installed(module.get_submodule(name)) is not None for name in roles.linears)
+    return any(installed(base_of(module.get_submodule(name))) is not None for name in roles.linears)
 
 
 def rules_for(roles: DenseRoles) -> dict[str, str]:
@@ -50,14 +50,14 @@ def reasons_against_parallel(module: nn.Module, roles: DenseRoles) -> Iterator[s
         given = ", ".join(f"{name}: {style}" for name, style in found.items())
         plan = ", ".join(f"{name!r}: {style!r}" for name, style in wanted.items())
         yield f"tensor parallelism cuts it by {given}; pass rules for {{{plan}}} in DistributedConfig(tp_plan=...)"
-    down = module.get_parameter(f"{roles.down}.weight")
+    down = base_of(module.get_submodule(roles.down)).weight
     inner, (parts, _) = down.shape[1], axis_parts(down, 1)
     if inner % parts:
         yield uneven(inner, parts)
 
 
 def _style(layer: nn.Module) -> str:
-    found = installed(layer)
+    found = installed(base_of(layer))
     return "not cut" if found is None else style_name(found.style)
 
 
@@ -74,11 +74,12 @@ class ShardedSwiGLUMLP(NeuronSwiGLUMLP):
 
     def _unsupported_reason_fused(self) -> str | None:
         roles = self.neuron_roles
+        self.neuron_adapted = False
         for name in roles.linears:
-            reason = unsupported_reason_plain_linear(self._layer(name), sharded=True)
+            reason = self._unsupported_reason_layer(name, sharded=True)
             if reason is not None:
                 return f"{name} is {reason}"
-        forwards = [self._layer(name).__dict__.get("forward") for name in roles.linears]
+        forwards = [base_of(self._layer(name)).__dict__.get("forward") for name in roles.linears]
         if forwards != self.neuron_forwards:
             reason = next(reasons_against_parallel(self, roles), None)
             if reason is not None:
@@ -87,16 +88,25 @@ class ShardedSwiGLUMLP(NeuronSwiGLUMLP):
         return self._changed_activation()
 
     def _weights(self) -> FFNWeights:
-        roles = self.neuron_roles
-        layers: list[Any] = [self._layer(name) for name in roles.linears]
-        biases = [None if layer.bias is None else local(layer.bias) for layer in layers[:-1]]
-        weights = [local(layer._parameters["weight"]) for layer in layers]
-        return ffn_weights(roles, weights, [*biases, None])  # down's is added behind the sum, once
+        layers, biases = self._low_rank()
+        return ffn_weights(self.neuron_roles, [layer.weight_ON for layer in layers], biases)
+
+    def _low_rank(self) -> tuple[list[LowRank], list[Any]]:
+        layers: list[Any] = [self._layer(name) for name in self.neuron_roles.linears]
+        engine: Any = installed(base_of(layers[-1]))
+        group = group_of(engine.mesh)
+
+        def part(tensor: Tensor) -> Tensor:
+            # peft cuts the factor of the axis that is cut; each process has the other one whole, and a part of its use.
+            return local(tensor) if is_sharded(tensor) else sum_gradients(tensor, group)
+
+        biases = [None if base_of(layer).bias is None else local(base_of(layer).bias) for layer in layers[:-1]]
+        return [low_rank_of(layer, part) for layer in layers], [*biases, None]  # down's is added behind the sum, once
 
     def _compute(self, hidden_states: Tensor) -> Tensor:
         if self._unsupported_reason_fused() is not None:
             return super()._compute(hidden_states)  # by the layers, which sum for themselves
-        down: Any = self._layer(self.neuron_roles.down)
+        down: Any = base_of(self._layer(self.neuron_roles.down))
         engine = installed(down)
         assert engine is not None
         group = group_of(engine.mesh)

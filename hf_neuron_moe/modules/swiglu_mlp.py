@@ -25,6 +25,8 @@ from hf_neuron_moe.modules.dense_roles import DenseRoles, constant_of
 from hf_neuron_moe.modules.dense_watch import Watch
 from hf_neuron_moe.modules.layers_gate import gate_by_layers
 from hf_neuron_moe.modules.low_rank import (
+    LowRank,
+    base_of,
     is_lora_linear,
     low_rank_mlp,
     low_rank_of,
@@ -61,7 +63,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
     @property
     def neuron_shape(self) -> SavedBlock:
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
-        down: Any = self._layer(self.neuron_roles.down)
+        down: Any = base_of(self._layer(self.neuron_roles.down))
         hidden, inner = self._weights().down_HI.shape if down is None else (down.out_features, down.in_features)
         config = self.neuron_config
         return SavedBlock(config.precision, hidden, inner, None, config.backend, gate=self.neuron_gate)
@@ -73,16 +75,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_watch = None
         self.neuron_adapted = False
         for name in roles.linears:
-            layer: Any = self._layer(name)
-            reason = None
-            if is_lora_linear(layer):
-                self.neuron_adapted = True
-                # The operator with adapters cuts a fused weight in halves, gate rows first.
-                order = None if roles.gate_first else "a LoRA layer in a block of other row order"
-                reason, layer = unsupported_reason_low_rank(layer) or order, layer.base_layer
-            reason = reason or unsupported_reason_plain_linear(layer)
+            reason = self._unsupported_reason_layer(name)
             if reason is not None:
                 return f"{name} is {reason}"
+            layer: Any = self._layer(name)
             if (layer.bias is not None) is not (name in roles.biased):
                 change = "without its bias" if name in roles.biased else "with a bias"
                 return f"{name} is a linear layer {change}, other than when the block was patched"
@@ -98,6 +94,22 @@ class NeuronSwiGLUMLP(NeuronBlock):
             activation = None if roles.activation is None else self._attribute(roles.activation)
             self.neuron_watch = Watch(self, roles, activation, self.neuron_config.backend)
         return None
+
+    def _unsupported_reason_layer(self, name: str, *, sharded: bool = False) -> str | None:
+        """Why the operator cannot compute a linear layer; an adapter on it is noted."""
+        layer: Any = self._layer(name)
+        reason = None
+        if is_lora_linear(layer):
+            self.neuron_adapted = True
+            # The operator with adapters cuts a fused weight in halves, gate rows first.
+            order = None if self.neuron_roles.gate_first else "a LoRA layer in a block of other row order"
+            reason, layer = unsupported_reason_low_rank(layer) or order, layer.base_layer
+        return reason or unsupported_reason_plain_linear(layer, sharded=sharded)
+
+    def _low_rank(self) -> tuple[list[LowRank], list[Any]]:
+        """Weights of the layers with their adapters, and their biases."""
+        layers = [self._layer(name) for name in self.neuron_roles.linears]
+        return [low_rank_of(layer) for layer in layers], [base_of(layer).bias for layer in layers]
 
     def _changed_activation(self) -> str | None:
         name = self.neuron_roles.activation
@@ -153,8 +165,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         reason = self._unsupported_reason_fused()
         if reason is not None:
             return self._through_layers(hidden_states, reason)
-        names = self.neuron_roles.linears if self.neuron_adapted else ()
-        layers = [low_rank_of(self._layer(name)) for name in names]
+        layers, held = self._low_rank() if self.neuron_adapted else ([], [])
         weights = None if layers else self._weights()
         down_HI = layers[-1].weight_ON if weights is None else weights.down_HI
         check_hidden_states(hidden_states, down_HI, 0, self.neuron_name)
@@ -171,8 +182,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         if self.neuron_adapted or self.neuron_merged:
             self._note_merged()
         if weights is None:
-            held: list[Any] = [self._layer(name) for name in names]
-            biases = three_biases(self.neuron_roles, [getattr(layer, "base_layer", layer).bias for layer in held])
+            biases = three_biases(self.neuron_roles, held)
             out_SH = low_rank_mlp(x_SH, layers, biases=biases, **options)
         else:
             out_SH = ops.swiglu_mlp(x_SH, *weights[:3], biases=weights[3:], **options)

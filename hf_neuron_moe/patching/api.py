@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, known_names, public, with_article
-from hf_neuron_moe.modules.engine import is_sharded_at_loading
+from hf_neuron_moe.modules.engine import has_stages, is_sharded_at_loading
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, Request, apply_plan, report_of, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
@@ -63,6 +64,22 @@ def patch_model(
     Returns:
         The report: every candidate as patched, skipped or refused with the reason.
     """
+    together = isinstance(model, nn.Module) and is_sharded_at_loading(model)
+    if together:  # whose collectives would wait for a rank that patches otherwise
+        with OneAnswer() as facts:
+            home, plan, state = _planned(model, config, include, exclude, strict)
+            facts |= facts_of(state.report, same_blocks=not has_stages(home))
+    else:
+        home, plan, state = _planned(model, config, include, exclude, strict)
+    if plan:
+        apply_plan(home, plan, state, OneAnswer() if together else nullcontext())
+    return state.report
+
+
+def _planned(
+    model: Any, config: Any, include: Any, exclude: Any, strict: Any
+) -> tuple[nn.Module, list[PlanItem], PatchState]:
+    """Decide about every block, changing nothing; the plan is empty where the model is as asked for already."""
     request = (_as_config(config), _globs("include", include), _globs("exclude", exclude))
     if not isinstance(strict, bool):
         raise _bad_option("strict", "a bool", strict)
@@ -70,22 +87,9 @@ def patch_model(
     home, prefix = inner_model(model)
     for holder, state in states(home):
         if holder is home:
-            return _repeated(home, state, request, strict)
+            _check_repeated(home, state, request, strict)
+            return home, [], state
     check_not_patched_elsewhere(model, home)
-    if is_sharded_at_loading(home):  # whose collectives would wait for a rank that patches otherwise
-        with OneAnswer() as facts:
-            plan, report = _planned(model, home, prefix, request, strict)
-            facts |= facts_of(report)
-    else:
-        plan, report = _planned(model, home, prefix, request, strict)
-    apply_plan(home, plan, PatchState(report, request, prefix))
-    return report
-
-
-def _planned(
-    model: nn.Module, home: nn.Module, prefix: str, request: Request, strict: bool
-) -> tuple[list[PlanItem], PatchReport]:
-    """Decide about every block of `home`, which is named `prefix` in `model`; nothing is changed."""
     config_asked, include_globs, exclude_globs = request
     candidates = discover(home, prefix)
     blocks = [(candidate.name, *candidate.aliases) for candidate in candidates]
@@ -97,7 +101,7 @@ def _planned(
     plan, entries = with_policies(plan, entries, config_asked, blocks)
     report = PatchReport(config_asked, entries)
     check_outcome(model, report, strict)
-    return plan, report
+    return home, plan, PatchState(report, request, prefix)
 
 
 @one_at_a_time
@@ -158,8 +162,8 @@ def _bad_option(argument: str, expected: str, value: object) -> ConfigError:
     return ConfigError.about(argument, expected, got, fix)
 
 
-def _repeated(home: nn.Module, state: PatchState, request: Request, strict: bool) -> PatchReport:
-    """Answer a second call: the first one's report, if it is still the truth about the model."""
+def _check_repeated(home: nn.Module, state: PatchState, request: Request, strict: bool) -> None:
+    """Raise for a second call unless the first one's report is still the truth about the model."""
     if request[0].weights == "auto":  # which leaves the layout open: that of the model
         request = (replace(request[0], weights=state.request[0].weights), *request[1:])
     if state.request != request:
@@ -183,7 +187,6 @@ def _repeated(home: nn.Module, state: PatchState, request: Request, strict: bool
     if added:
         raise changed("as patch_model left it", f"a patched model with further blocks: {', '.join(added)}")
     check_outcome(home, state.report, strict)
-    return state.report
 
 
 def _without_adapters(candidate: Candidate) -> Candidate:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from hf_neuron_moe.modules.experts_calls import BY_EXPERT, SHARED, SORTED
 from hf_neuron_moe.modules.in_place import computes_for
 from hf_neuron_moe.modules.sharded_mlp import ShardedSwiGLUMLP, is_parallel
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching import checkpoint_names, model_methods, optimizer_layout
+from hf_neuron_moe.patching import adapter_watch, checkpoint_names, model_methods, optimizer_layout
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.report import PatchReport, merged
 
@@ -68,6 +69,7 @@ class PatchState:
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)  # models that got the conversion of checkpoint names
     covered: list[tuple[nn.Module, str]] = field(default_factory=list)  # models and methods that patching stands before
+    rules: adapter_watch.Rules = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -81,31 +83,39 @@ class PlanItem:
     fallback: str = ""  # why PyTorch computes it instead of the kernels that were asked for; else empty
 
 
-def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:
-    """Replace every module of `plan` and attach `state`; on any exception the model is as it was before."""
+def apply_plan(
+    model: nn.Module, plan: Sequence[PlanItem], state: PatchState, everyone: AbstractContextManager[Any]
+) -> None:
+    """Replace every module of `plan` and attach `state`; on any exception the model is as it was before.
+
+    `everyone` raises at its end where another process of the job could not do the same.
+    """
     # Tensors made in inference mode could not be trained; that holds for undoing too.
     with torch.inference_mode(False), ExitStack() as undo:
-        long_calls: dict[int, LongCalls] = {}
-        slots = all_slots(model)
-        for item in plan:
-            swap = build(item)
-            most = item.support.most_tokens
-            if most is not None:
-                swap.replacement.neuron_long_calls = long_calls.setdefault(most, LongCalls(most))
-            undo.callback(take_out, model, swap)
-            put_in(model, swap, slots)
-            release_layout(swap.replacement, swap.original)
-            state.swaps.append(swap)
-        undo.callback(checkpoint_names.remember, checkpoint_names.forget_decoding(model))
-        undo.callback(checkpoint_names.remove, state.resumable)
-        checkpoint_names.install(model, state.resumable)
-        undo.callback(model_methods.uncover, state.covered)
-        has_experts = any(entry.kind == "experts" for entry in state.report.entries)
-        model_methods.cover(model, experts=has_experts, covered=state.covered)
-        undo.callback(optimizer_layout.unwatch, model)
-        optimizer_layout.watch(model)
-        undo.callback(model.__dict__.pop, STATE, None)
-        object.__setattr__(model, STATE, state)
+        with everyone:
+            long_calls: dict[int, LongCalls] = {}
+            slots = all_slots(model)
+            for item in plan:
+                swap = build(item)
+                most = item.support.most_tokens
+                if most is not None:
+                    swap.replacement.neuron_long_calls = long_calls.setdefault(most, LongCalls(most))
+                undo.callback(take_out, model, swap)
+                put_in(model, swap, slots)
+                release_layout(swap.replacement, swap.original)
+                state.swaps.append(swap)
+            undo.callback(checkpoint_names.remember, checkpoint_names.forget_decoding(model))
+            undo.callback(checkpoint_names.remove, state.resumable)
+            checkpoint_names.install(model, state.resumable)
+            undo.callback(model_methods.uncover, state.covered)
+            has_experts = any(entry.kind == "experts" for entry in state.report.entries)
+            model_methods.cover(model, experts=has_experts, covered=state.covered)
+            undo.callback(optimizer_layout.unwatch, model)
+            optimizer_layout.watch(model)
+            undo.callback(adapter_watch.unwatch, state.rules)
+            adapter_watch.watch(model, state.rules)
+            undo.callback(model.__dict__.pop, STATE, None)
+            object.__setattr__(model, STATE, state)
         undo.pop_all()
 
 
@@ -188,6 +198,7 @@ def undo_patch(model: nn.Module, state: PatchState) -> None:
     checkpoint_names.remove(state.resumable)
     model_methods.uncover(state.covered)
     optimizer_layout.unwatch(model)
+    adapter_watch.unwatch(state.rules)
     with torch.inference_mode(False):  # the original parameters get new tensors, to be trained again
         slots = all_slots(model)
         while state.swaps:

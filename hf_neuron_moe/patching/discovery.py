@@ -93,6 +93,13 @@ class Candidate:
         return E, H, I // axis_parts(self.module.get_parameter(f"{self.roles.down}.weight"), 1)[0]
 
     @property
+    def part(self) -> tuple[str, ...]:
+        """What of the block this process has, where that is not all."""
+        names = ("experts", "", "columns of the intermediate axis")
+        whole = zip(self.local_sizes, self.sizes, names, strict=True)
+        return tuple(f"{mine} of {all_} {name} on each process" for mine, all_, name in whole if mine != all_)
+
+    @property
     def stays(self) -> bool:
         """Whether a block computes for the module, which stays where it is, and does not replace it."""
         return self.sharded and self.kind == EXPERTS

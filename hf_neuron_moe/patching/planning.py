@@ -188,6 +188,7 @@ def _entry(candidate: Candidate, status: str) -> PatchEntry:
 
 def _patched_entry(item: PlanItem) -> PatchEntry:
     config, support, listed = item.config, item.support, item.candidate.listed
+    notes = (*item.candidate.part, *support.notes)
     note = (
         f"one of {listed} MLPs of a ModuleList: if these are experts, each is computed as a dense block, "
         "without the experts kernels and without routing replay"
@@ -195,11 +196,12 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
     return replace(
         _entry(item.candidate, PATCHED),
         precision=config.precision,
+        gate=item.candidate.gate.short,
         weights=config.weights,
         backend=config.backend,
         fallback=item.fallback,
         weight_copy_bytes=support.weight_copy_bytes,
-        notes=(*support.notes, note) if listed else support.notes,
+        notes=(*notes, note) if listed else notes,
         kernel_sizes=support.kernel_sizes,
         products=get_backend(config.backend).describe_products(config.precision, _device(item.candidate)),
     )

@@ -92,8 +92,15 @@ def _sharded(model: nn.Module) -> Iterator[str]:
     for name, param in model.named_parameters():
         if type(param.data).__name__ == "DTensor" or type(param).__name__ == "DTensor":
             yield f"a sharded model: {name!r} is a DTensor"
+
+
+def _of_deepspeed(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("deepspeed."):
+            yield f"{with_article(type(module).__name__)} of DeepSpeed{_at(name)}"
+    for name, param in model.named_parameters():
         if hasattr(param, "ds_id"):
-            yield f"a model partitioned by DeepSpeed ZeRO-3: {name!r} carries a ds_id"
+            yield f"a model partitioned by ZeRO-3: {name!r} carries a ds_id"
 
 
 def _offloaded(model: nn.Module) -> Iterator[str]:
@@ -110,6 +117,12 @@ _RULES: tuple[tuple[str, Callable[[nn.Module], Iterator[str]], str], ...] = (
         _sharded,
         "Load it with from_pretrained(..., distributed_config=DistributedConfig(...)) and patch it then, or patch it "
         "first and shard it afterwards (accelerate's FSDP, fully_shard).",
+    ),
+    (
+        "a model that DeepSpeed has not changed",
+        _of_deepspeed,
+        "Patch it before deepspeed.initialize, without AutoEP, AutoTP and zero.Init; ZeRO-1 and ZeRO-2 keep parameters "
+        "whole. To shard them use FSDP2 or a DistributedConfig.",
     ),
     ("a model whose weights are in memory", _offloaded, "Load it without disk or CPU offload."),
 )

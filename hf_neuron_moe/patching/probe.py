@@ -20,6 +20,7 @@ from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import HOOK_DICTS
 from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.engine import installed
 
 T, E, H, I = 6, 3, 8, 12  # noqa: E741
 TOLERANCE = 1e-4
@@ -150,6 +151,8 @@ def stand_in(module: nn.Module, children: Mapping[str, nn.Module], parameters: d
     # Neither the user's hooks nor a compiled call may run in the probe, also not those of an activation.
     shell.__dict__.update({hooks: type(module.__dict__[hooks])() for hooks in HOOK_DICTS})
     shell.__dict__.pop("_compiled_call_impl", None)
+    if installed(module) is not None:  # transformers' collectives, which one process alone cannot take part in
+        del shell.__dict__["forward"]
     shell.__dict__["_modules"] = {
         name: children.get(name, child and stand_in(child, children={}, parameters={}))
         for name, child in module._modules.items()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hf_neuron_moe.backends.gate import SWIGLU
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.formats.padding import overhead_percent, padded_size
 
@@ -47,6 +48,7 @@ class PatchEntry:
     products: str = ""  # how PyTorch multiplies in the block, which its processor decides; empty where it does not
     precision: str | None = None  # the block's own; None where it is not patched
     one_by_one: str = ""  # the ModuleList that holds it, if all its modules are MLPs: experts of remote code
+    gate: str | None = None  # how gate and up become the intermediate: `Gate.short`; None where it is not patched
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -158,6 +160,7 @@ _COLUMNS: dict[str, Callable[[PatchEntry], object]] = {
     "E": lambda entry: entry.experts,
     "H": lambda entry: entry.hidden_size,
     "I": lambda entry: entry.intermediate_size,
+    "gate": lambda entry: entry.gate,
     "padded H x I": lambda entry: entry.padded_sizes and "{} x {}".format(*entry.padded_sizes),
     "padding overhead": lambda entry: _formatted("{:.1f} %", entry.padding_overhead_percent),
     "precision": lambda entry: entry.precision,
@@ -176,10 +179,11 @@ def _formatted(form: str, value: float | None, unit: int = 1) -> str | None:
 def _table(entries: Sequence[PatchEntry]) -> list[str]:
     """A header and a line per entry, or per list of equal MLPs; what is unknown or does not apply is a dash.
 
-    One precision of all is no column.
+    One precision of all is no column, and neither are gates that are all SiLU.
     """
-    alike = len({entry.precision for entry in entries if entry.precision}) < 2
-    columns = {name: column for name, column in _COLUMNS.items() if not (alike and name == "precision")}
+    usual = {"precision"} if len({entry.precision for entry in entries if entry.precision}) < 2 else set()
+    usual |= {"gate"} if all(entry.gate in (None, SWIGLU.short) for entry in entries) else set()
+    columns = {name: column for name, column in _COLUMNS.items() if name not in usual}
     names: dict[tuple[object, ...], list[str]] = {}
     for entry in entries:
         name, *others = (column(entry) for column in columns.values())

@@ -30,7 +30,7 @@ class Reading(Protocol):
 def _number(read: Reading, node: ast.expr | None) -> Any:
     """A number, or None where there is no argument or None is given; else :data:`NO_CONSTANT`."""
     value = None if node is None else read.constants.of(node)
-    if value is None or type(value) in (int, float):
+    if value is None or type(value) is float or (type(value) is int and abs(value) < 2**1000):
         return None if value is None else float(value)
     return NO_CONSTANT
 

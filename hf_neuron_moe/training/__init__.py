@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_neuron_moe._lazy import lazy
+from hf_neuron_moe.modules.sharded_lora import prepare_adapters
 from hf_neuron_moe.patching.checkpoint_names import disable_moe_resume, enable_moe_resume
 from hf_neuron_moe.patching.model_methods import routing_replay_stats
 from hf_neuron_moe.patching.routing_replay import ReplayingCheckpoint, ReplayStats, replay_contexts, replay_routing
@@ -21,10 +22,13 @@ from hf_neuron_moe.training.saved_tensors import SavedBytes, measure_saved_bytes
 if TYPE_CHECKING:
     from hf_neuron_moe.training.arguments import NeuronMoEArguments, NeuronMoETrainingArguments
     from hf_neuron_moe.training.callback import NeuronMoECallback
+    from hf_neuron_moe.training.fit import fit_layout
     from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
+    from hf_neuron_moe.training.one_rank import Layout
     from hf_neuron_moe.training.trainer import NeuronMoETrainer, NeuronMoETrainerMixin
 
 __all__ = [
+    "Layout",
     "NeuronMoEArguments",
     "NeuronMoECallback",
     "NeuronMoETrainer",
@@ -39,8 +43,10 @@ __all__ = [
     "enable_moe_resume",
     "estimate_training",
     "find_last_complete",
+    "fit_layout",
     "mark_complete",
     "measure_saved_bytes",
+    "prepare_adapters",
     "refuse_nonfinite",
     "replay_contexts",
     "replay_routing",
@@ -53,7 +59,9 @@ _LAZY, __getattr__ = lazy(
     {
         "arguments": ("NeuronMoEArguments", "NeuronMoETrainingArguments"),
         "callback": ("NeuronMoECallback",),
+        "fit": ("fit_layout",),
         "memory_estimate": ("TrainingEstimate", "estimate_training"),
+        "one_rank": ("Layout",),
         "trainer": ("NeuronMoETrainer", "NeuronMoETrainerMixin"),
     },
 )

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from transformers import TrainingArguments
 
 from hf_neuron_moe.activation_policy import activations_from_text, mapping_from_text, to_plain
+from hf_neuron_moe.backends import NEURON_BACKENDS
+from hf_neuron_moe.backends.neuron.versions import settle_environment
 from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, known_names, public
 
@@ -111,6 +113,8 @@ class NeuronMoEArguments:
         if not isinstance(given, str | dict):  # the Trainer writes its arguments into JSON files
             given = to_plain(config.activations)
         self.neuron_activations = given
+        if self.neuron_backend in NEURON_BACKENDS:
+            settle_environment()  # the other class asks the device what it can do
         getattr(super(), "__post_init__", lambda: None)()
 
     @public("NeuronMoEArguments")

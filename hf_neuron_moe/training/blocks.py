@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.engine import axis_parts, is_sharded_at_loading
 from hf_neuron_moe.modules.experts import ExpertsBlock, NeuronExperts
 from hf_neuron_moe.modules.experts_calls import SHARED, STACKED
+from hf_neuron_moe.modules.experts_form import parameter_of
 from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
@@ -45,10 +47,23 @@ def gets_ids(block: NeuronBlock) -> bool:
 
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
-    """Return E (0 for a dense block), H and I, padding of stored MX tensors included."""
+    """Return E of all processes (0 for a dense block), H and I, padding of stored MX tensors included."""
     shape = block.neuron_shape
     experts = block.neuron_stack.gate_up_scales.shape[0] if isinstance(block, QuantizedExperts) else shape.experts
-    return experts or 0, shape.hidden, shape.intermediate
+    return (experts or 0) * expert_processes(block), shape.hidden, shape.intermediate
+
+
+def expert_processes(block: NeuronBlock) -> int:
+    """Return over how many processes the experts of `block` are divided."""
+    if not isinstance(block, ExpertsBlock):
+        return 1
+    return axis_parts(parameter_of(block, block.neuron_form.down), 0)[0]
+
+
+def processes_with_one_batch(model: nn.Module) -> int:
+    """Return how many processes count the same tokens: those of tensor parallelism."""
+    asked = getattr(getattr(model, "config", None), "distributed_config", None)
+    return (getattr(asked, "tp_size", None) or 1) if is_sharded_at_loading(model) else 1
 
 
 def device_of(block: NeuronBlock) -> torch.device:
@@ -119,6 +134,7 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             class_name=type(block).__name__,
             status=PATCHED,
             precision=block.neuron_config.precision,
+            gate=block.neuron_gate.short,
             experts=experts or None,
             hidden_size=hidden,
             intermediate_size=inner,

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.errors import IncompleteCheckpointError, NonFiniteWeightsError, public
+from hf_neuron_moe.patching.ranks import OneAnswer
 from hf_neuron_moe.training import checkpoint_files as files
 from hf_neuron_moe.training.checkpoint_files import find_last_complete, mark_complete
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
+from hf_neuron_moe.training.sharded_checkpoints import ShardedCheckpointMixin, content_of
 
 _PART = 1 << 24  # elements of a one-byte tensor that are looked at together
 
 
-class SafeCheckpointMixin(_Base):
+class SafeCheckpointMixin(ShardedCheckpointMixin):
     """Put before a Trainer class: ``class MyTrainer(SafeCheckpointMixin, Trainer)``. Its checkpoints survive kill -9.
 
     * A checkpoint is marked as complete when all processes have written it and it is on the disk.
@@ -47,7 +44,8 @@ class SafeCheckpointMixin(_Base):
         if resume is True:
             resume = self._last_complete()
         elif resume:
-            _check_complete(Path(resume))
+            with OneAnswer():
+                _check_complete(Path(resume))
         elif self.model is not None and getattr(self, "model_init", None) is None:
             self._check_finite("train")
         return super().train(resume, *args, **kwargs)
@@ -62,21 +60,23 @@ class SafeCheckpointMixin(_Base):
         self._check_finite("save_model")
         run = self._get_output_dir(trial=trial)
         folder = Path(run) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            files.begin(folder)
-        self.accelerator.wait_for_everyone()
+        with OneAnswer():  # of which each waits for all processes
+            if self.args.should_save:
+                files.begin(folder)
         self._neuron_limit = (self.args.save_total_limit,)
         try:
             # The Trainer rotates before anyone can mark the new checkpoint, and might remove the only complete one.
-            with self._total_limit(None):
+            with OneAnswer(), self._total_limit(None):
                 super()._save_checkpoint(model, trial)
         finally:
             self._neuron_limit = None
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            mark_complete(folder)
-            files.rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint)
-        self.accelerator.wait_for_everyone()
+        with OneAnswer() as facts:
+            if self._is_sharded:
+                facts[f"content of {folder.name}"] = content_of(folder)
+        with OneAnswer():
+            if self.args.should_save:
+                mark_complete(folder)
+                files.rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint)
         if self._neuron_push is not None:
             pushed, self._neuron_push = self._neuron_push, None
             self._push_from_checkpoint(pushed)
@@ -84,7 +84,7 @@ class SafeCheckpointMixin(_Base):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Writes training_args.bin among others, which is to say what was asked for.
         asked = self._neuron_limit or (self.args.save_total_limit,)
-        with self._total_limit(asked[0]):
+        with self._total_limit(asked[0]), self._saving_shards() if self._is_saving else nullcontext():
             super()._save(output_dir, state_dict)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -1,7 +1,9 @@
-"""FSDP2 over CPU processes, which accelerate does not switch on.
+"""FSDP2 and tensor parallelism over CPU processes, which accelerate does not switch on.
 
 On CPUs ``accelerate.state.AcceleratorState`` (1.15) drops its FSDP settings without a word, and a run that asked for
 FSDP becomes DDP. Everything behind that switch works: ``fully_shard`` over gloo, state dicts, clipping, checkpoints.
+Its ``ParallelismConfig``, by which the Trainer gives the processes of a tensor-parallel group the same rows, refuses
+CPU processes.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -32,6 +34,28 @@ class CpuFSDP2Mixin:
         asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         if asked and PartialState().distributed_type == DistributedType.MULTI_CPU:
             shard_on_cpu(arguments)
+        return arguments
+
+
+class _CpuParallelism(ParallelismConfig):
+    """Accepts CPU processes. That sizes and processes agree was checked when the model was loaded."""
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        pass
+
+
+class CpuTensorParallelMixin:
+    """Lets a Trainer train a model with ``DistributedConfig(tp_size=...)`` in CPU processes.
+
+    On other devices and for other models it changes nothing. :class:`NeuronMoETrainer` has it.
+    """
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = super()._build_accelerator_args(**options)  # type: ignore[misc]
+        asked = arguments.get("parallelism_config")
+        if asked is not None and PartialState().distributed_type == DistributedType.MULTI_CPU:
+            sizes = {name: getattr(asked, name) for name in ("tp_size", "dp_shard_size", "dp_replicate_size")}
+            arguments["parallelism_config"] = _CpuParallelism(**sizes)
         return arguments
 
 

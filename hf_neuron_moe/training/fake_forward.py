@@ -6,8 +6,8 @@ through their registered fakes, and autograd records what it always records.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError
-from hf_neuron_moe.training.saved_tensors import Storages, noting_saved, storages_of
+from hf_neuron_moe.training.saved_tensors import Storages, local_part, noting_saved, storages_of
 
 _WHERE = "estimate_training"
 _ATTENTION = "hf_neuron_moe_shapes_only"
@@ -62,13 +63,20 @@ class _LayerCall:
 
 
 def fake_saved_activations(
-    model: nn.Module, blocks: Iterable[nn.Module], *, batch: int, length: int
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    *,
+    batch: int,
+    length: int,
+    around: Iterable[AbstractContextManager[Any]] = (),
+    then: Callable[[Any, Mapping[str, Tensor]], None] | None = None,
 ) -> SavedActivations:
     """Run one training forward pass of a causal language model by shapes alone, and count what it saves.
 
     The counts are those that autograd on a CPU would give; attention is transformers' sdpa where the model supports it.
     `model` (or an adapter's wrapper) is on the meta device and is not changed; its modules `blocks` are counted apart.
-    There are `batch` sequences of `length` tokens.
+    There are `batch` sequences of `length` tokens. The pass runs in the contexts `around`; `then` gets the output, and
+    the tensors that stood for parameters and buffers.
     """
     ledger = _Ledger(model, blocks)
     was_training = model.training
@@ -80,8 +88,13 @@ def fake_saved_activations(
         model.train()
         try:
             owned = [*state.values(), ids_BL, labels_BL]
-            with ledger.watching(owned), _GroupedProductsOfAnyDtype():
-                torch.func.functional_call(model, state, (), inputs)
+            with ExitStack() as stack:
+                for context in around:
+                    stack.enter_context(context)
+                with ledger.watching(owned), _GroupedProductsOfAnyDtype():
+                    output = torch.func.functional_call(model, state, (), inputs)
+                if then is not None:
+                    then(output, state)
         except NeuronMoEError:
             raise
         except _DATA_DEPENDENT as error:
@@ -200,7 +213,10 @@ def _fake_state(model: nn.Module) -> dict[str, Tensor]:
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     ):
         if id(tensor) not in made:
-            twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            twin = torch.empty(local_part(tensor).shape, dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, DTensor):
+                whole: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+                twin = DTensor.from_local(twin, tensor.device_mesh, tensor.placements, **whole)
             made[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
         state[name] = made[id(tensor)]
     return state

@@ -33,20 +33,30 @@ TENSORS = (*PROJECTIONS, INPUT)
 """What the quantization health of a block is measured of."""
 
 
-def load_figures(load: list[int]) -> dict[str, Any]:
+def load_figures(load: list[int], processes: int = 1, copies: int = 0, tokens: int = 0) -> dict[str, Any]:
     """Return the figures of one module's load, tokens per expert; `dead` counts experts without a token.
 
-    ``entropy`` is 1 where all experts have the same. Without any token it and ``max_over_mean`` are NaN.
+    ``entropy`` is 1 where all experts have the same. Without any token it and ``max_over_mean`` are NaN. Of experts
+    that are divided over `processes`, to which the `tokens` went in so many `copies`, there are the pairs of each
+    process, those of the busiest over the mean, processes without a token, and processes per token.
     """
     total, experts = sum(load), len(load)
     shares = [count / total for count in load if count]
     entropy = -sum(share * math.log(share) for share in shares) / math.log(experts) if experts > 1 else 1.0
-    return {
+    figures: dict[str, Any] = {
         "entropy": entropy if total else math.nan,
         "max_over_mean": max(load) * experts / total if total else math.nan,
         "dead": load.count(0),
         "load": load,
     }
+    if processes > 1:
+        each = experts // processes
+        per_process = [sum(load[start : start + each]) for start in range(0, experts, each)]
+        figures["process_load"] = per_process
+        figures["process_max_over_mean"] = max(per_process) * processes / total if total else math.nan
+        figures["idle_processes"] = per_process.count(0)
+        figures["processes_per_token"] = copies / tokens if tokens else math.nan
+    return figures
 
 
 def padding_overhead(
@@ -122,10 +132,14 @@ def logs_of(record: Mapping[str, Any]) -> dict[str, float]:
     modules = record.get("health", {}).values()
     weights = [tensor for module in modules for tensor in module["weights"].values()]
     inputs = [module[INPUT] for module in modules if INPUT in module]
+    divided = [figures for figures in experts if "process_load" in figures]
     for key, figures, measure in (
         ("load_entropy", experts, "entropy"),
         ("load_max_over_mean", experts, "max_over_mean"),
         ("dead_experts", experts, "dead"),
+        ("process_load_max_over_mean", divided, "process_max_over_mean"),
+        ("idle_processes", divided, "idle_processes"),
+        ("processes_per_token", divided, "processes_per_token"),
         ("sqnr_weights_db", weights, "sqnr_db"),
         ("sqnr_inputs_db", inputs, "sqnr_db"),
         ("flushed", [*weights, *inputs], "flushed"),

@@ -7,8 +7,9 @@ needs come on top.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, NeuronMoEConfig
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, public
 from hf_neuron_moe.patching import patch_model, unpatch_model
-from hf_neuron_moe.training.fake_forward import fake_saved_activations
+from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
+from hf_neuron_moe.training.one_rank import Held, Layout, OneRank, Prepared, RankEstimate, numbers_of
 
 STOCK = "stock"
 _STEP_BYTES = 4
@@ -35,7 +37,9 @@ class PolicyEstimate:
     """Kept by the rest of the model. Under gradient checkpointing: the layers' inputs, and the rest of the layer that
     is recomputed at the peak, or what lies outside of the layers."""
     blocks_bytes_per_token: float  # what the blocks keep per token without gradient checkpointing
-    total: int  # parameters, buffers, gradients, optimizer states and saved activations
+    total: int  # parameters, buffers, gradients, optimizer states, saved activations; what a layout's rank moves
+    worst_total: int | None = None
+    """The total where all tokens choose experts of this rank, if ranks exchange tokens; `total` is of even shares."""
 
     @property
     def saved(self) -> int:
@@ -45,7 +49,7 @@ class PolicyEstimate:
 
 @dataclass(frozen=True)
 class TrainingEstimate:
-    """Result of :func:`estimate_training`; all sizes in bytes."""
+    """Result of :func:`estimate_training`; all sizes in bytes, with a layout those of one rank."""
 
     parameters: int  # number of parameters, adapters included
     trainable: int  # number of those that are trained
@@ -62,6 +66,7 @@ class TrainingEstimate:
     """One entry per policy, then the stock model's, which is alone if no block can be patched."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why, of the policies that the model's blocks cannot have, such as a budget below what they need."""
+    rank: RankEstimate | None = None  # what is particular to a rank; None without a layout
 
     @property
     def tokens(self) -> int:
@@ -84,9 +89,11 @@ def estimate_training(
     optimizer: str = "adamw",
     lora_rank: int = 0,
     gradient_checkpointing: bool = False,
+    layout: Layout | None = None,
 ) -> TrainingEstimate:
     """Estimate the memory of a training step under several activation policies, and of the stock model.
 
+    With a layout it is the memory of one rank. transformers' pipeline stages only run inference: they hold parameters.
     Blocks that cannot be patched stay stock and count as the rest of the model; where no block can be patched, only the
     stock model is estimated. Raises ConfigError where all policies are refused.
 
@@ -104,27 +111,35 @@ def estimate_training(
         gradient_checkpointing: whether transformers recomputes every layer. Then the peak is counted, which is one of
             two: the layers' inputs and what lies outside of the layers (last norm, head, loss), when the backward
             begins; or the layers' inputs and one recomputed layer. Head and loss are gone before a layer is recomputed.
+        layout: how transformers cuts the model, which then stays as it was. The ranks of one tensor-parallel group
+            share a batch.
     """
     _check(model, configs, batch, length, optimizer, lora_rank)
+    if layout is not None:  # whose plans know the weights by their stock names
+        configs = {name: replace(config, weights="stock") for name, config in configs.items()}
     names, refused = _patched_names(model, configs)
-    inner = model  # an adapter's wrapper puts something in front of the names, and leaves this object as it is
-    if lora_rank:
-        model = _with_adapters(model, names, lora_rank)
-    trained = [param for param in model.parameters() if param.requires_grad]
+    prepared: Prepared = partial(_with_adapters, blocks=names, rank=lora_rank) if lora_rank else _unchanged
+    shape: dict[str, Any] = {"batch": batch, "length": length}
+    share: OneRank | OneDevice
+    if layout is None:
+        share = OneDevice(model, names, prepared, shape)
+    else:
+        share = OneRank(model, names, prepared, shape, layout)
     fixed = {
-        "parameter_bytes": nbytes([*model.parameters(), *model.buffers()]),
-        "gradient_bytes": nbytes(trained),
-        "optimizer_bytes": optimizer_bytes(trained, optimizer),
+        "parameter_bytes": share.held.parameters,
+        "gradient_bytes": share.held.gradients,
+        "optimizer_bytes": optimizer_bytes(share.held.trained, optimizer),
     }
 
+    rest = sum(fixed.values()) + share.moved  # of the stock model, so before it is patched
+
     def entry(name: str) -> PolicyEstimate:
-        modules = [inner.get_submodule(block) for block in names]
-        counted = fake_saved_activations(model, modules, batch=batch, length=length)
-        blocks, saved = counted.blocks, counted.total
-        if gradient_checkpointing:
-            blocks, saved = counted.checkpointed_blocks, counted.checkpointed
-        per_token = counted.blocks / (batch * length)
-        return PolicyEstimate(name, blocks, saved - blocks, per_token, sum(fixed.values()) + saved)
+        counts = [share.saved(worst=worst) for worst in ((False, True) if share.exchanges else (False,))]
+        totals = [counted.checkpointed if gradient_checkpointing else counted.total for counted in counts]
+        blocks = counts[0].checkpointed_blocks if gradient_checkpointing else counts[0].blocks
+        per_token = counts[0].blocks / (batch * length)
+        worst = rest + totals[1] if share.exchanges else None
+        return PolicyEstimate(name, blocks, totals[0] - blocks, per_token, rest + totals[0], worst)
 
     policies = []
     for name in [name for name in configs if names and name not in refused]:
@@ -139,8 +154,8 @@ def estimate_training(
             unpatch_model(model)
     policies.append(entry(STOCK))
     return TrainingEstimate(
-        parameters=sum(param.numel() for param in model.parameters()),
-        trainable=sum(param.numel() for param in trained),
+        parameters=share.held.numbers[0],
+        trainable=share.held.numbers[1],
         **fixed,
         batch=batch,
         length=length,
@@ -150,7 +165,32 @@ def estimate_training(
         patched=len(names),
         policies=tuple(policies),
         refused={name: str(error) for name, error in refused.items()},
+        rank=share.estimate,
     )
+
+
+class OneDevice:
+    """The whole model's share of the memory."""
+
+    exchanges = False
+    moved = 0
+    estimate = None
+
+    def __init__(self, model: Any, names: Sequence[str], prepared: Prepared, shape: Mapping[str, Any]) -> None:
+        self._inner, self._names, self._shape = model, names, shape
+        self._model = prepared(model)  # a wrapper puts something in front of the names, and leaves `model` as it is
+        trained = tuple(param for param in self._model.parameters() if param.requires_grad)
+        held = nbytes([*self._model.parameters(), *self._model.buffers()])
+        self.held = Held(held, nbytes(trained), trained, numbers_of(self._model))
+
+    def saved(self, *, worst: bool = False) -> SavedActivations:
+        """Count what a forward saves, as the model is patched at present."""
+        blocks = [self._inner.get_submodule(name) for name in self._names]
+        return fake_saved_activations(self._model, blocks, **self._shape)
+
+
+def _unchanged(model: Any) -> nn.Module:
+    return model
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

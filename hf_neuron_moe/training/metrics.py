@@ -29,10 +29,14 @@ from hf_neuron_moe.training.figures import (
 
 
 class ExpertCount:
-    """Token-expert pairs per expert of one module; `device` is where the routing indices are."""
+    """Token-expert pairs per expert of one module, and how many of its `processes` each token goes to.
 
-    def __init__(self, experts: int, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
+    `device` is where the routing indices are.
+    """
+
+    def __init__(self, experts: int, block_size: int, device: torch.device, processes: int = 1) -> None:
+        self.block_size, self.processes = block_size, processes
+        self.copies = torch.zeros(1, dtype=torch.int64, device=device)
         self.load_E = torch.zeros(experts, dtype=torch.int64, device=device)
         self.padded_rows = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -45,6 +49,10 @@ class ExpertCount:
         padded = (torch.div(counts_E + (block - 1), block, rounding_mode="floor") * block).sum()
         self.load_E.add_(counts_E.to(self.load_E.device))  # a replica of nn.DataParallel is on another device
         self.padded_rows.add_(padded.to(self.padded_rows.device))
+        if self.processes > 1:
+            home_TK = torch.div(index_TK, experts // self.processes, rounding_mode="floor").to(torch.int64)
+            goes_TP = counts_E.new_zeros(len(home_TK), self.processes + 1).scatter_(1, home_TK, 1)
+            self.copies.add_(goes_TP[:, : self.processes].sum().to(self.copies.device))
 
 
 class TrainingMonitor:
@@ -64,7 +72,12 @@ class TrainingMonitor:
         self.inputs: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
         self.counts = {
-            name: ExpertCount(self.sizes[name][0], block.neuron_config.block_size, blocks.device_of(block))
+            name: ExpertCount(
+                self.sizes[name][0],
+                block.neuron_config.block_size,
+                blocks.device_of(block),
+                blocks.expert_processes(block),
+            )
             for name, block in self.blocks.items()
             if blocks.gets_ids(block)
         }
@@ -72,7 +85,7 @@ class TrainingMonitor:
         self.positions = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._counters = [self.tokens, self.positions]
         for count in self.counts.values():
-            self._counters += [count.padded_rows, count.load_E]
+            self._counters += [count.padded_rows, count.copies, count.load_E]
         self._start_interval()
 
     def _reset(self) -> None:
@@ -126,21 +139,25 @@ class TrainingMonitor:
         """Return a line of ``metrics.jsonl``: what was counted since the last call. All ranks call it together."""
         replayed = torch.tensor(routing_replay_stats(self.model)) - torch.tensor(self.replayed)
         counted = torch.cat([counter.to(self.device) for counter in (*self._counters, replayed)])
-        *counts, decisions, changed = _gathered(counted).sum(dim=0).tolist()
+        summed = _gathered(counted).sum(dim=0) // blocks.processes_with_one_batch(self.model)
+        *counts, decisions, changed = summed.tolist()
         totals = iter(counts)
         # Now that the device has caught up, the time it took is known.
         elapsed = torch.tensor(self.elapsed + time.perf_counter() - self.mark, device=self.device)
         elapsed_s = _gathered(elapsed).max().item()
         tokens, positions = next(totals), next(totals)
-        padded_rows, loads = {}, {}
+        padded_rows, copies, loads = {}, {}, {}
         for name in self.counts:
-            padded_rows[name] = next(totals)
+            padded_rows[name], copies[name] = next(totals), next(totals)
             loads[name] = [next(totals) for _ in range(self.sizes[name][0])]
         record: dict[str, Any] = {
             "tokens_per_second": tokens / elapsed_s if elapsed_s > 0 else 0.0,
             "saved_bytes_per_token": sum(block.saved_bytes_per_token for block in self.blocks.values()),
             "padding_overhead": padding_overhead(self.sizes, positions, loads, padded_rows),
-            "experts": {name: load_figures(load) for name, load in loads.items()},
+            "experts": {
+                name: load_figures(load, self.counts[name].processes, copies[name], positions)
+                for name, load in loads.items()
+            },
         }
         if decisions:
             record["routing_kept"] = changed

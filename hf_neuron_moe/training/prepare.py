@@ -33,7 +33,7 @@ def refuse_sharded_kernel_layout(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutMixin):
-            expected = "'stock' under FSDP, whose checkpoints go by the stock names and shapes ('auto': torch only)"
+            expected = "'stock' for sharded checkpoints, which go by the stock names and shapes ('auto': torch only)"
             fix = "Set neuron_weights='stock'; the numbers are the same."
             raise ConfigError.about("neuron_weights", expected, f"'kernel', for {name}", fix)
 

@@ -74,8 +74,15 @@ Storages = dict[StorageWeakRef, int]
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Storages:
-    """Return the storages of `tensors`."""
-    return {StorageWeakRef(storage): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
+    """Return the storages of `tensors`, of sharded ones (DTensors) this process's own."""
+    own = (local_part(each).untyped_storage() for each in tensors)
+    return {StorageWeakRef(storage): storage.nbytes() for storage in own}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a DTensor, also while a collective fills it; other tensors as they are."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, "elem", tensor)
 
 
 def noting_saved(owned: Storages, note: Callable[[Storages], None]) -> saved_tensors_hooks:

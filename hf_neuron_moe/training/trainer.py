@@ -13,10 +13,12 @@ from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
+from hf_neuron_moe.training.cpu_fsdp import CpuTensorParallelMixin
 from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_layout
+from hf_neuron_moe.training.sharded_checkpoints import ShardedCheckpointMixin
 
 
-class NeuronMoETrainerMixin(SafeCheckpointMixin):
+class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
     """Makes a Trainer of any Trainer subclass that patches, measures, and keeps its checkpoints whole.
 
     Name it first::
@@ -33,9 +35,10 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
 
     @public("NeuronMoETrainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
-        given = _given(super().__init__, positional, named)
+        constructor = super(ShardedCheckpointMixin, self).__init__  # of the other class
+        given = _given(constructor, positional, named)
         model, optimizers = given.get("model"), given.get("optimizers") or (None, None)
-        is_stock = getattr(super().__init__, "__func__", None) is Trainer.__init__
+        is_stock = getattr(constructor, "__func__", None) is Trainer.__init__
         if is_stock and isinstance(model, str | PathLike):  # trainers of TRL load it
             expected = "a model: transformers' Trainer does not load one by its name"
             fix = f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init."

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.gate import Gate
-from hf_neuron_moe.backends.torch.gating import softcap_
+from hf_neuron_moe.backends.torch.gating import gating_of, softcap_
 from hf_neuron_moe.modules import ops
 
 T, K, E, H, I = 40, 2, 3, 32, 24  # noqa: E741
@@ -200,3 +200,20 @@ def test_softcap_is_exact_over_all_magnitudes(cap: float) -> None:
     error = (softcap_(values.clone(), cap).double() - exact).abs()
     assert (error <= 6e-7 * exact.abs()).all()
     assert softcap_(torch.tensor([torch.nan]), cap).isnan().all()
+
+
+@pytest.mark.parametrize("cap", [0.5, 4.0, 25.0])
+def test_softcapped_value_and_slope_at_once_are_those_apart(cap: float) -> None:
+    # fp32's rounding of a few products; the slope of large values is a difference from 1 or to 0, so absolute.
+    gating = gating_of(Gate(gate_softcap=cap))
+    assert gating.act_and_slope is not None and gating_of(Gate(gate_softcap=cap, gate_max=1.0)).act_and_slope is None
+    values = torch.linspace(-40, 40, 20_001)
+    act, slope, apart = (torch.empty_like(values) for _ in range(3))
+    gating.act_and_slope(values, act, slope)
+    exact = values.double().requires_grad_()
+    wanted = cap * torch.tanh(exact / cap) * torch.sigmoid(exact)
+    (wanted_slope,) = torch.autograd.grad(wanted.sum(), exact)
+    assert ((act - wanted).abs() <= 6e-7 * wanted.abs()).all()
+    assert ((slope - wanted_slope).abs() <= 1e-6 * max(cap, 1)).all()
+    assert torch.equal(act, gating.activate_(values.clone()))
+    assert torch.equal(slope, gating.slope(values, torch.ones_like(values), apart)) and torch.equal(slope, apart)

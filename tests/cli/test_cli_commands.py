@@ -117,8 +117,8 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
 def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_path):
     rest = [tmp_path / "dst"] if command in ("convert", "export") else []
     rest = ["--tokens", 8] if command == "estimate" else rest
-    # Only convert asks the Hub (in tests: its empty local cache); the others want a folder.
-    at_hub = "and from the Hub" if command == "convert" else "Hub ids are not looked up"
+    # convert and estimate ask the Hub (in tests: its empty local cache); the others want a folder.
+    at_hub = "and from the Hub" if command in ("convert", "estimate") else "Hub ids are not looked up"
     cases = {
         tmp_path / "nowhere": "got no such folder. Check the spelling",
         Path("some-org/some-model"): f"got no such folder.* {at_hub}.*hf download some-org/some-model",

@@ -1,13 +1,14 @@
 """A layer around every disk call of a conversion: it counts them, and makes one of them the last or a failing one.
 
-Used in child processes only (tests/convert/fault_driver.py).
+Used in the process of tests/convert/fault_driver.py and its children only.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,22 @@ class Layer:
     dirty: set[str] = field(default_factory=set)
     moved: list[tuple[str, str, str, bytes | None]] = field(default_factory=list)
 
-    def install(self) -> None:
-        """Put the layer in place, for the rest of this process."""
-        for name in CALLS:
-            setattr(disk, name, self._wrapped(name, getattr(disk, name)))
+    @property
+    def kills(self) -> bool:
+        """Whether the process ends at the call."""
+        return self.at is not None and isinstance(self.action, str)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Have the layer in place."""
+        functions = {name: getattr(disk, name) for name in CALLS}
+        try:
+            for name, function in functions.items():
+                setattr(disk, name, self._wrapped(name, function))
+            yield
+        finally:
+            for name, function in functions.items():
+                setattr(disk, name, function)
 
     def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -92,7 +105,7 @@ class Layer:
     def _note(self, name: str, arguments: tuple[Any, ...], result: Any, replaced: bytes | None) -> None:
         """Remember what is on the disk for good and what is not."""
         if name == "create":
-            self.log(f"create {Path(arguments[0]).name}\n")
+            self.log(Path(arguments[0]).name)
             self.dirty.add(str(arguments[0]))
         elif name == "write_at":
             self.dirty.add(self._path_of(arguments[0]))

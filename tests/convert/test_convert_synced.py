@@ -11,8 +11,15 @@ import pytest
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, finalize_checkpoint
 from hf_neuron_moe.convert.transaction import commit, disk, resume
+from tests.unsynced import real_fsync
 
 OPTIONS = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
+
+
+@pytest.fixture(autouse=True)
+def _synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the disk here, as the package does: other tests leave that out."""
+    monkeypatch.setattr(os, "fsync", real_fsync)
 
 
 class Recorder:

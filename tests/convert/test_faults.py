@@ -1,6 +1,6 @@
 """Conversions that are killed, lose power or meet a failing disk, at every single call that reads or changes the disk.
 
-The sweeps run in a child process (tests/convert/fault_driver.py), a fork of it for every call that is struck. Each
+The sweeps run in a child process (tests/convert/fault_driver.py), a fork of it for every run that is killed. Each
 outcome there already compares: the source unchanged; the destination absent, the earlier one, or the complete new one;
 after running again the bytes of an undisturbed run, nothing else left, and at most one shard made twice.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,38 @@ EVERY = int(os.environ.get("FAULT_SWEEP_EVERY", "5"))
 """Every n-th call is struck, except by SIGKILL, which strikes all; with 1 this takes ten minutes on two cores."""
 
 
-def sweep(repo_root: Path, work: Path, *wanted: str) -> list[dict[str, Any]]:
+class Driver:
+    """A process that strikes; one for all tests, since importing everything takes as long as 50 conversions."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        command = [sys.executable, "-m", "tests.convert.fault_driver", str(folder / "work")]
+        self.errors = folder / "errors"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root
+            )
+
+    def outcomes(self, *words: str) -> Iterator[dict[str, Any]]:
+        """What the driver prints about one line of `words`."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(*words, file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line == "\n":
+                return
+            yield json.loads(line)
+        pytest.fail(self.errors.read_text())
+
+
+@pytest.fixture(scope="module")
+def driver(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    started = Driver(repo_root, tmp_path_factory.mktemp("faults"))
+    with started.process:
+        yield started
+
+
+def sweep(driver: Driver, *wanted: str, sync: bool = False) -> list[dict[str, Any]]:
     """Outcomes of sweeps ``SCENARIO:ACTION:EVERY``, which strike every n-th call."""
-    command = [sys.executable, "-m", "tests.convert.fault_driver", str(work), *wanted]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=False)
-    assert result.returncode == 0, result.stderr
-    outcomes = [json.loads(line) for line in result.stdout.splitlines()]
+    outcomes = list(driver.outcomes(*wanted, *["sync"] * sync))
     assert [outcome for outcome in outcomes if outcome["problem"]] == []
     for name in wanted:
         scenario, action, every = name.split(":")
@@ -38,24 +65,25 @@ def sweep(repo_root: Path, work: Path, *wanted: str) -> list[dict[str, Any]]:
     return outcomes
 
 
-def test_sample_of_struck_calls(repo_root, tmp_path):
-    assert len(sweep(repo_root, tmp_path, "fresh:kill:23", "replace:powercut-names:59", "replace:ENOSPC:83")) >= 9
+def test_sample_of_struck_calls(driver):
+    wanted = ("fresh:kill:23", "replace:powercut-names:59", "replace:ENOSPC:83")
+    assert len(sweep(driver, *wanted, sync=True)) >= 9
 
 
 @pytest.mark.slow
-def test_killed_at_every_call(repo_root, tmp_path):
-    outcomes = sweep(repo_root, tmp_path, *(f"{name}:kill:1" for name in SCENARIOS))
+def test_killed_at_every_call(driver):
+    outcomes = sweep(driver, *(f"{name}:kill:1" for name in SCENARIOS))
     assert len(outcomes) >= 400
     assert {outcome["state"] for outcome in outcomes} == {"not yet", "complete"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", KILLED[1:])
-def test_power_cut(action, repo_root, tmp_path):
-    assert len(sweep(repo_root, tmp_path, *(f"{name}:{action}:{EVERY}" for name in SCENARIOS))) >= 400 // EVERY - 6
+def test_power_cut(action, driver):
+    assert len(sweep(driver, *(f"{name}:{action}:{EVERY}" for name in SCENARIOS))) >= 400 // EVERY - 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", REFUSED)
-def test_calls_refused(action, repo_root, tmp_path):
-    assert len(sweep(repo_root, tmp_path, *(f"{name}:{action}:{EVERY}" for name in SCENARIOS))) >= 400 // EVERY - 6
+def test_calls_refused(action, driver):
+    assert len(sweep(driver, *(f"{name}:{action}:{EVERY}" for name in SCENARIOS))) >= 400 // EVERY - 6

@@ -26,10 +26,11 @@ from hf_neuron_moe.convert.estimate import estimate_conversion
 from hf_neuron_moe.convert.io import encoded
 from hf_neuron_moe.convert.layout import relayout
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
-from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from tests.convert.mutations import command
 from tests.convert.quantized_sources import MODEL, MXFP4, random_mxfp4, rewrite, to_fp8
+from tests.refusals import refused
 
 
 def values_of(tensors: dict[str, Tensor], block: tuple[int, int], scale_name: str = ".weight_scale_inv") -> dict:
@@ -247,7 +248,9 @@ def test_a_module_that_is_left_is_decoded_too(tmp_path, monkeypatch):
         return replace(candidate, reason=reason) if candidate.kind == EXPERTS else candidate
 
     monkeypatch.setattr("hf_neuron_moe.convert.plan._convertible", judged)
-    with pytest.warns(NeuronMoEWarning, match=reason):
+    with refused(ConversionError, "every MLP and experts module", "with strict"):
+        convert_checkpoint(source, tmp_path / "dst", strict=True)
+    with pytest.warns(NeuronMoEWarning, match=reason):  # Without strict it is no error
         manifest = convert_checkpoint(source, tmp_path / "dst")
     assert manifest is not None and {each.reason for each in (manifest.left or {}).values()} == {reason}
     assert verify_checkpoint(tmp_path / "dst", source).ok
@@ -310,6 +313,44 @@ def test_reports_name_the_source(precision, checkpoint, tmp_path):
         assert code == 0 and shown in printed
         assert json.loads(command("inspect", folder, "--json")[1])["options"]["source"] == "fp8"
     assert "SQNR" in command("inspect", tmp_path / "dst", "--source", source)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "floor", "bound"),
+    [(["--precision", "mxfp8"], 24.0, "6.3%"), (["--precision", "mxfp8", "--scale-rule", "floor"], 17.7, "13.0%")],
+)
+def test_codes_that_are_quantized_again_are_counted_with_the_bound(options, floor, bound, checkpoint, tmp_path):
+    source = checkpoint("qwen3_moe")
+    tensors = to_fp8(source, block=(32, 32))
+    coded = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn and ".experts." in name]
+    values = sum(tensors[name].numel() for name in coded)
+    expected = {"tensors": len(coded), "values": values, "sqnr_floor_db": floor}
+    note = f"note: {len(coded)} tensors of codes ({values:,} values) are decoded and quantized again in MX: the error"
+    assert len(coded) > 0
+    for more in (["--dry-run"], []):
+        shown = command("convert", source, tmp_path / f"json{len(more)}", *options, *more, "--json")[1]
+        assert json.loads(shown[shown.index("{") :])["requantized"] == expected
+        text = command("convert", source, tmp_path / f"text{len(more)}", *options, *more)[1]
+        assert note in text and f"at most {bound} of its norm (SQNR {floor:g} dB)" in text
+    report = verify_checkpoint(tmp_path / "text0", source)
+    assert report.ok and min(min(probe.weights.values()) for probe in report.probes) >= floor
+
+
+@pytest.mark.parametrize("how", ["bf16", "unquantized", "kept", "glob"])
+def test_what_is_not_quantized_again_has_no_such_note(how, checkpoint, tmp_path):
+    if how == "kept":
+        source, options = aria(tmp_path / "src", 512, 128)[0], ["--precision", "mxfp4"]
+    else:
+        source, options = checkpoint("qwen3_moe"), ["--precision", "bf16" if how == "bf16" else "mxfp8"]
+        options += ["--keep-bf16", "model.layers.0.*"] if how == "glob" else []
+        if how != "unquantized":
+            to_fp8(source, block=(32, 32))
+    code, printed = command("convert", source, tmp_path / "dst", *options, "--json")
+    found = json.loads(printed[printed.index("{") :])["requantized"]
+    assert code == 0 and (found is None) is (how != "glob")
+    if how == "glob":  # one layer of two
+        whole = command("convert", source, tmp_path / "all", "--precision", "mxfp8", "--json")[1]
+        assert 2 * found["tensors"] == json.loads(whole[whole.index("{") :])["requantized"]["tensors"]
 
 
 def test_a_manifest_s_codes_have_to_fit(checkpoint, tmp_path):

@@ -21,6 +21,7 @@ from hf_neuron_moe.convert import (
     export_checkpoint,
 )
 from hf_neuron_moe.errors import ConfigError, ConversionError
+from tests.convert.remembered import remembered_models
 from tests.convert.target_oracle import ImpossibleError, expected, modules_of
 from tests.tiny_models import FAMILIES, MOE, tiny_model
 
@@ -96,6 +97,13 @@ FAST = [
     *pairwise([case for case in CASES if not is_refused(*case)], 40),
     *pairwise([case for case in CASES if is_refused(*case)], 8),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remembered():
+    """What no option changes is worked out once per checkpoint."""
+    with remembered_models():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -179,7 +179,7 @@ def reads_nan(self: Any, z: Tensor) -> Tensor:
 
 def crossed_limits(self: Any, z: Tensor) -> Tensor:
     gate, up = z.chunk(2, dim=-1)
-    return self.act_fn(gate) * up.clamp(self.limit, -self.limit)
+    return self.act_fn(gate) * up.clamp(self.limit, self.alpha)
 
 
 def branches(self: Any, z: Tensor) -> Tensor:

@@ -332,7 +332,16 @@ def test_a_limit_of_the_class_is_compared_at_each_call(monkeypatch: pytest.Monke
         box["mlp"](*arguments)
 
 
-@pytest.mark.parametrize(("limit", "shown"), [(float("nan"), "reads limit, NaN,"), (-1.0, r"got 1\. [^.]*\.\s+If")])
+NO_LIMITS = {
+    float("nan"): "reads limit, NaN,",
+    -1.0: r"gate_max must be a number above 0 in float32, got -1\.0\. ",
+    0: r"above 0 in float32, got 0\.0\. ",
+    1e39: r"gate_max must be a finite number of float32 or None, got 1e\+39\. ",
+    10**400: "gate_max must be a finite number of float32 or None, got 1000",
+}
+
+
+@pytest.mark.parametrize(("limit", "shown"), NO_LIMITS.items(), ids=["nan", "negative", "zero", "float32", "float"])
 def test_a_limit_that_is_none_is_named_before_anything_changes(limit: float, shown: str) -> None:
     box = made(ROUTED["gpt_oss"][0])
     box["mlp"].limit = limit

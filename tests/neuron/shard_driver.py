@@ -1,8 +1,8 @@
 """Train a small model sharded by FSDP2, over both backends; also as two processes on the contract double.
 
-    torchrun --nproc-per-node 2 -m tests.neuron.shard_driver CASE FOLDER
+    torchrun --nproc-per-node 2 -m tests.neuron.shard_driver FOLDER CASE ...
 
-Every process writes what it saw to FOLDER/rank-N.json.
+Every process writes what it saw to FOLDER/CASE-rank-N.json.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ def _copies(backend: str) -> int:
 
 def main(name: str, folder: Path) -> None:
     """Train over the torch backend and over the Neuron backend on a machine of this process's own."""
-    dist.init_process_group("gloo")
     rank, case = dist.get_rank(), CASES[name]
     expected, _ = losses_and_copies(case, "torch", weights="stock")
-    with installed(folder / f"site-{rank}", Double(target=case.target)) as machine:
+    with installed(folder / f"{name}-site-{rank}", Double(target=case.target)) as machine:
         model: Any = case.model(layers=2)
         patch_model(model, {**case.options, "backend": "neuron", "weights": "stock"})
         shard(model)
@@ -85,10 +84,12 @@ def main(name: str, folder: Path) -> None:
         "local": weight.to_local().numel(),
         "whole": weight.numel(),
     }
-    (folder / f"rank-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
-    dist.destroy_process_group()
+    (folder / f"{name}-rank-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]))
+    dist.init_process_group("gloo")
+    for case_name in sys.argv[2:]:
+        main(case_name, Path(sys.argv[1]))
+    dist.destroy_process_group()

@@ -232,8 +232,7 @@ def test_a_changed_machine_gets_a_backend_of_its_own(machine: Machine, monkeypat
     first = neuron()
     assert neuron() is first and first.device.platform == "trn3" and first.device.lnc == 2
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
-    monkeypatch.setenv("HF_NEURON_MOE_LNC", "1")
-    assert neuron() is not first and neuron().device == replace(first.device, platform="trn2", lnc=1)
+    assert neuron() is not first and neuron().device == replace(first.device, platform="trn2")
 
 
 def frozen_stack(arrangement: str, hidden: int = 256, inner: int = 128) -> MXExpertStack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -28,7 +29,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     for variable in (
         "NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG", "NEURON_CC_FLAGS", versions.LNC_OVERRIDE,
     ):  # fmt: skip
-        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(variable, "")  # so that it goes again where the test lets it be set
+        monkeypatch.delenv(variable)
 
     def put(**modules: ModuleType | None) -> None:
         for name, found in modules.items():
@@ -161,13 +163,63 @@ def test_lnc_is_looked_for_in_order(install: Any, monkeypatch: pytest.MonkeyPatc
     assert (found.name, found.source) == ("2", "NEURON_LOGICAL_NC_CONFIG")
     assert found.contradiction == "but NEURON_CC_FLAGS says 1: make them agree"
     install(**working_stack())
-    assert versions.logical_cores().source == "torch_neuronx" and versions.lnc() == 1
+    assert (versions.logical_cores().source, versions.logical_cores().name) == ("torch_neuronx", "1")
     assert versions.logical_cores().described == "torch_neuronx; but NEURON_LOGICAL_NC_CONFIG says 2: make them agree"
     monkeypatch.setenv(versions.LNC_OVERRIDE, "2")
-    assert versions.logical_cores().source == versions.LNC_OVERRIDE and versions.lnc() == 2
+    assert (versions.logical_cores().source, versions.logical_cores().name) == (versions.LNC_OVERRIDE, "2")
     monkeypatch.setenv(versions.LNC_OVERRIDE, "4")
     with refused(ConfigError, "LNC (HF_NEURON_MOE_LNC)", got="'4'"):
         versions.lnc()
+
+
+def test_sources_of_lnc_that_contradict_each_other_are_an_error(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(**working_stack())
+    assert versions.lnc() == 1
+    monkeypatch.setenv(versions.LNC_OVERRIDE, "2")
+    for ask in (versions.lnc, versions.toolchain):
+        with refused(ConfigError, "LNC", "NEURON_LOGICAL_NC_CONFIG alone and before Python", got="2 by HF_NEURON_MOE"):
+            ask()
+    assert versions.LNC_VARIABLE not in os.environ
+
+
+def test_the_variable_is_set_before_the_plugin_is_imported(
+    install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As torch-neuronx has it: its answer is the variable, or the chip's default."""
+    stack = working_stack()
+    install(nki=stack["nki"], nkilib=stack["nkilib"])
+    package = tmp_path / "torch_neuronx"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os\n__version__ = '2.14.3'\nnki_op = object\nseen = dict(os.environ)\n"
+    )
+    utils = "import os\ndef get_logical_neuron_cores(): return os.environ.get('NEURON_LOGICAL_NC_CONFIG', '2')\n"
+    (package / "utils.py").write_text(utils + "def get_platform_target(): return 'trn2'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(versions.LNC_OVERRIDE, "1")
+    for name in ("torch_neuronx", "torch_neuronx.utils"):
+        monkeypatch.setitem(sys.modules, name, module(name))
+        monkeypatch.delitem(sys.modules, name)
+    assert versions.toolchain().torch_neuronx.seen[versions.LNC_VARIABLE] == "1" and versions.lnc() == 1  # type: ignore[union-attr]
+    monkeypatch.delenv(versions.LNC_OVERRIDE)
+    monkeypatch.setenv(versions.LNC_VARIABLE, "2")
+    with refused(ConfigError, "LNC (NEURON_LOGICAL_NC_CONFIG)", "must be 1, with which the runtime runs", got="2"):
+        versions.toolchain()
+    monkeypatch.setenv(versions.LNC_VARIABLE, "1")
+    versions.toolchain()
+
+
+def test_an_imported_plugin_has_its_default_confirmed(install: Any) -> None:
+    install(**working_stack())
+    versions.settle_environment()
+    assert os.environ[versions.LNC_VARIABLE] == "1"
+
+
+def test_without_nki_the_environment_stays(install: Any) -> None:
+    install(nki=None)
+    with refused(BackendUnavailableError, "backend"):
+        versions.toolchain()
+    assert versions.LNC_VARIABLE not in os.environ
 
 
 def test_flags_that_no_shell_would_take_are_refused(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:

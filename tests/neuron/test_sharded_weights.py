@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -157,16 +158,15 @@ def test_a_compiled_program_keeps_none_either(machine: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_as_with_the_torch_backend(name: str, tmp_path: Path, repo_root: Path) -> None:
+def test_two_processes_train_as_with_the_torch_backend(tmp_path: Path, repo_root: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.neuron.shard_driver", name, str(tmp_path)]
+    command += ["-m", "tests.neuron.shard_driver", str(tmp_path), *CASES]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(2):
-        found: dict[str, Any] = json.loads((tmp_path / f"rank-{rank}.json").read_text(encoding="utf-8"))
+    for name, rank in itertools.product(CASES, range(2)):
+        found: dict[str, Any] = json.loads((tmp_path / f"{name}-rank-{rank}.json").read_text(encoding="utf-8"))
         assert len(set(found["torch"])) == 3
-        assert close(found["neuron"], found["torch"], CASES[name].bound), found
-        assert found["launches"] == 12 and found["copies"] == [0] * 6
+        assert close(found["neuron"], found["torch"], CASES[name].bound), (name, found)
+        assert found["launches"] == 12 and found["copies"] == [0] * 6, (name, found)
         assert 0 < found["local"] < found["whole"], "the weights were divided"

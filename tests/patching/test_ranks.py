@@ -21,11 +21,11 @@ from tests.tiny_models import tiny_model
 
 FAILED = "RankError", "rank 1 must be free of errors, got DTypeError: weight must be bf16, got int8. Cast it."
 DIFFERING = {
-    "precision": "option precision must be the same on all ranks, got 'bf16' on rank 0 and 'mxfp8' on rank 1. Pass the",
-    "version": "version of hf_neuron_moe must be the same on all ranks, got 0.1.0 on rank 0 and 0.2.0 on rank 1. Inst",
+    "precision": "option precision must be the same on all ranks, got 'bf16' on rank 0 and 'mxfp8' on rank 1. Start ",
+    "version": "version of hf_neuron_moe must be the same on all ranks, got 0.1.0 on rank 0 and 0.2.0 on rank 1. Star",
     "switch": "environment variable NEURON_LOGICAL_NC_CONFIG must be the same on all ranks, got '1' on rank 0 and '2' ",
     "processor": "HF_NEURON_MOE_BF16_PRODUCTS must be the same on all ranks, got bf16 products on rank 0 and fp32 pro",
-    "block": "plan of model.layers.0.mlp must be the same on all ranks, got LlamaMLP, 64, 96, patched, bf16, torch on ",
+    "block": "plan of model.layers.0.mlp must be the same on all ranks, got LlamaMLP, None, 64, 96, patched, bf16, ",
 }
 Ranks = list[dict[str, Any]]
 
@@ -60,7 +60,7 @@ def test_what_differs_is_the_same_error_on_every_rank(cell: str, two: Ranks) -> 
     (kind, message), other = (rank[cell]["error"] for rank in two)
     assert [kind, message] == other and kind == "RankError"
     assert message.startswith(DIFFERING[cell])
-    assert [rank[cell]["gathers"] for rank in two] == [2, 2]
+    assert [rank[cell]["gathers"] for rank in two] == [1, 1]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_rank_that_is_gone_ends_the_others_in_time(two: Ranks) -> None:
     assert "dying" not in two[1] and len(two[1]) == len(CELLS) - 1
     kind, message = two[0]["dying"]["error"]
     assert kind == "RankError" and two[0]["dying"]["seconds"] < 2 * SECONDS
-    assert message.startswith("every rank must be one that answers within 8 s, got no answer on rank 0 (")
+    assert message.startswith("every rank must be one that answers in time, got no answer on rank 0 (")
     assert all(rank[cell.__name__]["seconds"] < SECONDS for rank in two for cell in CELLS[:-1])
 
 

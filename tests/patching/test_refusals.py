@@ -335,6 +335,11 @@ def zero3(model: nn.Module) -> nn.Module:
     return model
 
 
+def of_deepspeed(model: nn.Module) -> nn.Module:
+    model.model.layers[1].mlp = type("AutoEPMoELayer", (nn.Module,), {"__module__": "deepspeed.module_inject"})()
+    return model
+
+
 def offloaded(model: nn.Module) -> nn.Module:
     model.hf_device_map = {"model": 0, "lm_head": "disk"}
     return model
@@ -346,6 +351,7 @@ def offloaded(model: nn.Module) -> nn.Module:
         (quantized, "got a quantized model"),
         (fp8, "down_proj.weight' of dtype torch.float8_e4m3fn"),
         (zero3, "'lm_head.weight' carries a ds_id"),
+        (of_deepspeed, "AutoEPMoELayer of DeepSpeed at 'model.layers.1.mlp'.*before deepspeed.initialize"),
         (offloaded, "offloaded by accelerate .*disk"),
         (lambda model: torch.compile(model), "got OptimizedModule.*patch_model.model._orig_mod"),
         (nn.DataParallel, "got DataParallel"),
@@ -361,6 +367,7 @@ def test_sharded_models_are_refused(tmp_path: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = tiny_model("llama")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
@@ -368,6 +375,12 @@ def test_sharded_models_are_refused(tmp_path: Any) -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         with refused(UnsupportedModelError, "model", "shard it afterwards", got="a model sharded by fully_shard"):
             patch_model(model)
+        foreign = tiny_model("llama")
+        parallelize_module(foreign.model.layers[0].mlp, init_device_mesh("cpu", (1,)), {"up_proj": ColwiseParallel()})
+        with refused(
+            UnsupportedModelError, "model", "distributed_config", got="a sharded model: 'model.layers.0.mlp.up"
+        ):
+            patch_model(foreign)
     finally:
         dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ LONG = {"max_position_embeddings": 2048}
 
 
 def launch(chip: str, *options: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("NEURON_", "NKI_"))}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("NEURON_", "NKI_", "FI_"))}
     environment |= {"PYTHON": sys.executable, "PYTHONWARNINGS": "ignore", **settings}
     command = ["bash", f"scripts/run_{chip}.sh", *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -225,6 +225,76 @@ def test_the_machine_is_asked_before_the_processes_start(
         monkeypatch.setattr("hf_neuron_moe.device.installed.device_count", lambda: None)
         assert neuron_check.main(["trn2", "4", *words]) == 2
         assert "got neuron, and there is no runtime" in capsys.readouterr().err
+
+
+STUB = """#!/bin/sh
+case "$*" in
+"-m torch.distributed.run"*) echo "$*"; env;;
+*) cat > /dev/null;;
+esac
+"""
+"""In place of Python: shows what torchrun would get, and finds nothing wrong before."""
+
+
+@pytest.mark.parametrize(
+    ("chip", "settings", "group", "variables"),
+    [
+        ("trn2", {}, "--standalone --nproc_per_node 4", {"NEURON_LOGICAL_NC_CONFIG=2"}),
+        (
+            "trn3",
+            {"NEURON_LOGICAL_NC_CONFIG": "1", "NNODES": "1"},
+            "--standalone --nproc_per_node 8",
+            {"NEURON_LOGICAL_NC_CONFIG=1"},
+        ),
+        (
+            "trn2",
+            {"NNODES": "4", "RDZV_ENDPOINT": "10.0.0.1:29500"},
+            "--nnodes 4 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29500 --rdzv_id hf-neuron-moe --nproc_per_node 64",
+            {"NEURON_LOGICAL_NC_CONFIG=2", "FI_PROVIDER=efa", "FI_EFA_USE_DEVICE_RDMA=1"},
+        ),
+        (
+            "trn3",
+            {"NNODES": "2", "RDZV_ENDPOINT": "head:1", "RDZV_ID": "7", "NPROC": "256", "FI_PROVIDER": "tcp"},
+            "--nnodes 2 --rdzv_backend c10d --rdzv_endpoint head:1 --rdzv_id 7 --nproc_per_node 256",
+            {"FI_PROVIDER=tcp", "FI_EFA_USE_DEVICE_RDMA=1"},
+        ),
+    ],
+)
+def test_torchrun_gets_the_process_group_and_the_variables(
+    chip: str, settings: dict[str, str], group: str, variables: set[str], tmp_path: Path
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text(STUB, encoding="utf-8")
+    stub.chmod(0o755)
+    result = launch(chip, "--max_steps", "3", PYTHON=str(stub), CACHE=str(tmp_path / "cache"), **settings)
+    assert result.returncode == 0, result.stderr
+    command, *environment = result.stdout.splitlines()
+    config = f"configs/neuron/{RUNS[chip][0]}.yaml"
+    assert command == f"-m torch.distributed.run {group} scripts/finetune.py {config} --max_steps 3"
+    assert variables <= set(environment)
+    assert any(line.startswith("FI_") for line in environment) == ("NNODES" in settings and settings["NNODES"] != "1")
+    assert {"HF_DEACTIVATE_ASYNC_LOAD=1", f"NKI_COMPILE_CACHE_URL={tmp_path / 'cache' / 'nki'}"} <= set(environment)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"NNODES": "two", "RDZV_ENDPOINT": "head:1", "NPROC": "4"}, "NNODES must be a number of machines, got 'two'"),
+        ({"NNODES": "0", "RDZV_ENDPOINT": "head:1", "NPROC": "4"}, "NNODES must be a number of machines, got '0'"),
+        ({"NNODES": "2", "NPROC": "4"}, "RDZV_ENDPOINT must be HOST:PORT of one of the nodes, got ''"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "head", "NPROC": "4"}, "RDZV_ENDPOINT must be HOST:PORT"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "head:1"}, "NPROC must be set: the logical cores of one node"),
+    ],
+)
+def test_settings_of_several_nodes_are_checked_before_anything_starts(
+    settings: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text(STUB, encoding="utf-8")
+    stub.chmod(0o755)
+    result = launch("trn3", PYTHON=str(stub), CACHE=str(tmp_path / "cache"), **settings)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}") and not (tmp_path / "cache").exists()
 
 
 def test_an_environment_without_the_package_is_named(tmp_path: Path) -> None:

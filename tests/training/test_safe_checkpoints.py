@@ -67,15 +67,10 @@ def kill(repo_root: Path, work: Path, *moments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_killed_while_a_checkpoint_is_half_written(repo_root: Path, tmp_path: Path) -> None:
-    moment = "write checkpoint-6/optimizer.pt"
-    assert [outcome["moment"] for outcome in kill(repo_root, tmp_path, moment)] == [moment]
-
-
-@pytest.mark.slow
 def test_killed_at_every_kind_of_moment(repo_root: Path, tmp_path: Path) -> None:
     outcomes = kill(repo_root, tmp_path, "all")
     assert len(outcomes) >= 20
+    assert "write checkpoint-6/optimizer.pt" in [outcome["moment"] for outcome in outcomes], "half of a file"
     inside = [outcome for outcome in outcomes if "checkpoint-" in outcome["moment"]]
     assert len(inside) >= 10
     for word in ("write", "open", "fsync", "replace", "makedirs", "unlink", "rmdir", "step"):

@@ -267,6 +267,7 @@ def test_a_model_with_frozen_blocks_is_measured(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "run" / "neuron_moe" / "run.json").read_text())
     assert [entry["weights"] for entry in written["patch"]["entries"]] == ["frozen", "frozen"]
     assert [entry["experts"] for entry in written["patch"]["entries"]] == [4, 4]
+    assert [entry["gate"] for entry in written["patch"]["entries"]] == ["silu", "silu"]
 
 
 def test_ranks_are_combined_and_nothing_that_is_not_finite_is_lost() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from weakref import WeakKeyDictionary
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, public
 
@@ -29,8 +31,9 @@ PLATFORMS = ("trn2", "trn3")
 _GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 ASSUMED = "assumed, as NKI does where it sees no device"
 LNC_OVERRIDE = "HF_NEURON_MOE_LNC"  # this package's own variable: physical cores per logical core
+LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"  # the same for runtime, compiler and kernels
 _LNC_REMEDIES = {
-    "torch_neuronx": f"Set {LNC_OVERRIDE} to 1 or 2, which wins over what torch_neuronx says.",
+    "torch_neuronx": f"Set {LNC_VARIABLE} to 1 or 2 before Python starts.",
     "NEURON_CC_FLAGS": "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS, or leave it out there.",
 }
 _PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
@@ -102,6 +105,8 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
     if missing:
         python = f"; its wheels need Python 3.12 or later, this is {sys.version_info.major}.{sys.version_info.minor}"
         return "; ".join(missing) + (python if sys.version_info < MINIMUM_PYTHON else "")
+    if os.environ.get("NKI_COMPILER_FRONTEND") == "custom":
+        return "NKI_COMPILER_FRONTEND is custom, whose compiler passes do not take this package's kernels: unset it"
     if not hasattr(sys.modules["nki"], "jit"):
         return "the installed nki is PyPI's placeholder: it has no nki.jit"
     if simulator and not hasattr(sys.modules["nki"], "simulate"):
@@ -133,7 +138,8 @@ def pairing() -> str | None:
 
 @public("resolve_backend")
 def toolchain(*, simulator: bool = False) -> Toolchain:
-    """Import and return the Neuron stack."""
+    """Import and return the Neuron stack, with :func:`settle_environment` before."""
+    settle_environment()
     if (reason := why_unavailable(simulator=simulator)) is not None:
         got = f"{'nki-sim' if simulator else 'neuron'!r}: {reason}"
         fix = (
@@ -141,6 +147,7 @@ def toolchain(*, simulator: bool = False) -> Toolchain:
             "Use backend='torch' elsewhere: it computes the same contract on any device."
         )
         raise BackendUnavailableError.about("backend", "one that can run here", got, fix)
+    settle_environment()  # the plugin that was imported may know better
     plugin = None if simulator else sys.modules["torch_neuronx"]
     return Toolchain(sys.modules["nki"], sys.modules["nkilib"], plugin)
 
@@ -223,7 +230,7 @@ def logical_cores() -> Detected:
     said = {
         LNC_OVERRIDE: os.environ.get(LNC_OVERRIDE),
         "torch_neuronx": None if ask is None else str(ask()),
-        "NEURON_LOGICAL_NC_CONFIG": os.environ.get("NEURON_LOGICAL_NC_CONFIG"),
+        LNC_VARIABLE: os.environ.get(LNC_VARIABLE),
         "NEURON_CC_FLAGS": _compiler_flag("--lnc", "--logical-nc-config"),
     }
     known = [(source, value.strip()) for source, value in said.items() if value and value.strip()]
@@ -237,9 +244,41 @@ def logical_cores() -> Detected:
     return Detected(value, source, others and f"but {others}: make them agree")
 
 
+@public("neuron backend")
+def agreed_cores() -> Detected:
+    """Return :func:`logical_cores`; ConfigError where its sources contradict each other."""
+    cores = logical_cores()
+    if cores.contradiction:
+        got = f"{cores.name} by {cores.source}, {cores.contradiction.partition(':')[0]}"
+        fix = f"Set {LNC_VARIABLE} alone and before Python starts, and unset the others."
+        raise ConfigError.about("LNC", "the same wherever it is set", got, fix)
+    return cores
+
+
 def lnc() -> int:
-    """Return :func:`logical_cores` as a number."""
-    return int(logical_cores().name)
+    """Return :func:`agreed_cores` as a number."""
+    return int(agreed_cores().name)
+
+
+@public("neuron backend")
+def settle_environment() -> None:
+    """Set what is unset of the variables that the stack needs, before its runtime starts; nothing without nki.
+
+    Without NEURON_LOGICAL_NC_CONFIG kernels take LNC 1 and neuronx-cc 2, says AWS's page on NCC_EVRF066. The other one
+    is documented for transformers' loader beside this device.
+    """
+    if not sys.modules.get("nki") and importlib.util.find_spec("nki") is None:
+        return
+    number, plugin = str(lnc()), sys.modules.get("torch_neuronx")
+    started = number if plugin is None else _started.setdefault(plugin, number)
+    if started != number:
+        expected = f"{started}, with which the runtime runs already"
+        raise ConfigError.about(f"LNC ({LNC_VARIABLE})", expected, number, "Set it before Python starts.")
+    os.environ.setdefault(LNC_VARIABLE, number)
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+
+_started: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()  # LNC when the plugin was used first
 
 
 def _runtime_function(name: str) -> Callable[[], object] | None:

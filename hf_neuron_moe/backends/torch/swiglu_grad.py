@@ -45,7 +45,12 @@ class SwiGLUGrad(NamedTuple):
         d_gate, d_up, product = results
         gating = self.gating
         up_value = up if gating.skip_gate else gating.up_value(up)
-        self._activate(gate, up_value, act, product, kept_act, kept_product)
+        at_once = None if self.mx or gating.rounds_itself else gating.act_and_slope
+        if at_once is None:
+            self._activate(gate, up_value, act, product, kept_act, kept_product)
+        else:
+            at_once(gate, act, d_gate)
+            torch.mul(act, up_value, out=product)
         if d_scale_R is not None:
             d_scale_R.add_(torch.linalg.vecdot(d_int, product))
         if scale_R1 is not None:
@@ -60,6 +65,8 @@ class SwiGLUGrad(NamedTuple):
             one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
             slope = self.round_(gating.slope(gate, one, out=d_gate))
             self.round_(slope.mul_(up_value)).mul_(d_int)
+        elif at_once is not None:
+            d_gate.mul_(d_int.mul_(up_value))
         else:
             gating.slope(gate, d_int.mul_(up_value), out=d_gate)
         mask_(d_gate, gate, gating.gate_limits)

@@ -105,8 +105,10 @@ def _options_of(directory: Path) -> str:
         return ""
 
 
-def resolve_source(source: Path | str) -> Path:
+def resolve_source(source: Path | str, *, weights: bool = True) -> Path:
     """The local folder of a source: itself, or the snapshot of a Hub id ``org/name`` or ``org/name@revision``.
+
+    Without `weights` only ``config.json`` is fetched.
 
     A folder of that name wins, and what is neither a folder nor of that form comes back unchanged. Otherwise
     ``huggingface_hub.snapshot_download`` decides, with its own environment variables for cache, token and offline mode;
@@ -122,7 +124,10 @@ def resolve_source(source: Path | str) -> Path:
 
     repo, revision = found["repo"], found["revision"]
     try:
-        folder = snapshot_download(repo, revision=revision, allow_patterns=[*BESIDE], ignore_patterns=[*UNWANTED])
+        first = [*BESIDE] if weights else [CONFIG_FILE]
+        folder = snapshot_download(repo, revision=revision, allow_patterns=first, ignore_patterns=[*UNWANTED])
+        if not weights:
+            return Path(folder)
         wanted = [*BESIDE, *weights_of(Path(folder))]
         snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=[*UNWANTED])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -1,0 +1,122 @@
+"""LoRA in a model that transformers' engine sharded while loading, where peft knows whole weights only.
+
+peft makes adapters of experts as whole, ordinary parameters, equal on all processes. Their block takes the part that
+belongs to its own part of a weight and adds the product there. Gradients of whole factors are summed over the
+processes that have the same tokens. The average over all processes, which transformers' Trainer takes of ordinary
+parameters, is then that of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe.modules.collectives import sum_gradients
+from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, strided, style_name
+from hf_neuron_moe.modules.in_place import block_of
+from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear
+
+
+def is_lora_parameter(layer: Any) -> bool:
+    """Return whether `layer` is peft's LoRA wrapper of a parameter (``target_parameters``)."""
+    kind = type(layer)
+    return (kind.__module__, kind.__qualname__) == ("peft.tuners.lora.layer", "ParamWrapper")
+
+
+def prepare_adapters(model: nn.Module) -> None:
+    """Make LoRA adapters of a model that was sharded while loading compute, and merge, with its parts.
+
+    A patched model calls this before every forward. Call it yourself to merge adapters before the first one.
+    """
+    for name, layer in model.named_modules():
+        if is_lora_parameter(layer):
+            if block_of(layer.get_base_layer()) not in (None, layer.get_base_layer()):
+                _check_parameter(layer, name)
+                layer._activate_lora = MethodType(_activated, layer)
+                layer.get_delta_weight = MethodType(_delta_weight, layer)
+        elif is_lora_linear(layer):
+            _check_linear(layer, name)
+            for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
+                if is_sharded(factor.weight):  # peft gives the sizes of a part, and the engine reads the whole's
+                    factor.out_features, factor.in_features = factor.weight.shape
+            layer.get_delta_weight = MethodType(_delta_weight, layer)
+
+
+def release_adapters(model: nn.Module) -> None:
+    """Undo :func:`prepare_adapters`."""
+    for layer in model.modules():
+        if is_lora_parameter(layer) or is_lora_linear(layer):
+            for name in ("_activate_lora", "get_delta_weight"):
+                layer.__dict__.pop(name, None)
+
+
+def _check_parameter(layer: Any, name: str) -> None:
+    parameter = layer.parameter_name
+    if layer.get_param().dim() != 3 or not hasattr(layer, "get_delta_factors"):
+        expected = "a weight of experts with three axes, wrapped by peft 0.21 or later"
+        got = f"{parameter} of shape {tuple(layer.get_param().shape)}"
+        fix = "Target gate_up_proj and down_proj only, or put adapters on attention."
+        raise UnsupportedModelError.about("the target parameter", expected, got, fix).named(name)
+
+
+def _check_linear(layer: Any, name: str) -> None:
+    engine, weight = installed(layer.base_layer), layer.base_layer.weight
+    if engine is None:
+        return
+    style, more = style_name(engine.style), is_sharded(weight) and weight.device_mesh.size() > engine.mesh.size()
+    if style not in ("colwise", "rowwise") or more:
+        expected = "a layer that tensor parallelism alone cuts, colwise or rowwise, as peft can cut its adapters"
+        fix = "Leave it out of target_modules, or shard by fsdp_size and ep_size without tp_size."
+        got = f"{style} and FSDP" if more else style
+        raise UnsupportedModelError.about("the adapter", expected, got, fix).named(name)
+
+
+@contextmanager
+def _activated(layer: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+    """Lend a block the factors of a wrapper while that calls it; peft's own way changes whole weights only."""
+    block: Any = block_of(layer.get_base_layer())
+    weight, group = layer.get_param(), block.neuron_same_tokens
+    factors = []
+    for adapter in active_adapters:
+        if adapter in layer.lora_A:
+            *whole, scaling = layer.get_delta_factors(adapter)
+            left, right = whole if group is None else (sum_gradients(each, group) for each in whole)
+            left, right = _part(left, weight, 0), _part(right, weight, 0)
+            factors.append((_part(left, weight, 1), _part(right, weight, 2), scaling))
+    block.neuron_factors[layer.parameter_name] = factors
+    try:
+        yield
+    finally:
+        del block.neuron_factors[layer.parameter_name]
+
+
+def _part(factor: Tensor, weight: Any, axis: int) -> Tensor:
+    """Return what of an axis of a `factor` belongs to this process's part of that axis of a `weight`."""
+    parts, index = axis_parts(weight, axis)
+    halves = 2 if parts > 1 and strided(weight, axis) else 1
+    return factor.unflatten(axis, (halves, parts, -1)).select(axis + 1, index).flatten(axis, axis + 1)
+
+
+def _delta_weight(layer: Any, adapter: str) -> Tensor:
+    """Return what an adapter adds to a weight, cut like that."""
+    linear = is_lora_linear(layer)
+    weight = layer.base_layer.weight if linear else layer.get_param()
+    if linear and is_sharded(weight):
+        factors = (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
+        a_RN, b_OR = (each.full_tensor() if is_sharded(each) else each for each in factors)
+        delta = LowRank(weight, a_RN, b_OR, layer.scaling[adapter]).product
+    else:
+        delta = type(layer).get_delta_weight(layer, adapter)
+    if not is_sharded(weight):
+        return delta
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    part: Any = DtensorShardOperation(weight).shard_tensor(delta)
+    sizes = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(part, weight.device_mesh, weight.placements, run_check=False, **sizes)

@@ -1,0 +1,218 @@
+"""Two processes train, save, merge and load LoRA adapters under every layout, and compare with one process.
+
+    python -m tests.training.lora_driver FOLDER RANK
+
+Both run the same cells in one process group. Each writes what it found to FOLDER/rank-N.json, by cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import Trainer, TrainingArguments
+
+from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.modules.sharded_lora import prepare_adapters
+from hf_neuron_moe.parity import Trial, compare, load, train, whole
+from tests.tiny_models import tiny_model, tokens
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "fsdp2": {"fsdp": 2},
+    "tp2": {"tp": 2},
+    "ep2-fsdp2": {"ep": 2, "fsdp": 2},
+    "ep2-tp2": {"ep": 2, "tp": 2},
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DENSE = ["gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": ATTENTION + DENSE},
+    "mixtral": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
+    "qwen2_moe": {"target_modules": ATTENTION + DENSE, "target_parameters": EXPERTS},
+    "gpt_oss": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
+}
+CELLS = [(family, layout) for family in TARGETS for layout in LAYOUTS if family != "llama" or "ep" not in layout]
+NAMES = [f"{family}/{layout}" for family, layout in CELLS]
+TRAINER = "trainer"
+CHECKPOINTED = {("llama", "tp2"), ("mixtral", "ep2-tp2")}
+
+
+def filled(model: nn.Module) -> None:
+    """Give adapters values that matter, the same in every layout: peft's products start at zero."""
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            value = torch.randn(param.shape, generator=generator) * 0.1
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+            with torch.no_grad():
+                param.copy_(value)
+
+
+def adapted(family: str, average: bool) -> Callable[[nn.Module], nn.Module]:
+    def prepare(model: nn.Module) -> nn.Module:
+        wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **TARGETS[family]))
+        filled(wrapped)
+        for param in wrapped.parameters() if average else ():
+            if param.requires_grad and not isinstance(param.data, DTensor):
+                param.register_post_accumulate_grad_hook(averaged)
+        return wrapped
+
+    return prepare
+
+
+def averaged(param: Tensor) -> None:
+    """Average a gradient over all processes, as transformers' Trainer does for ordinary parameters."""
+    assert param.grad is not None
+    dist.all_reduce(param.grad)
+    param.grad /= dist.get_world_size()
+
+
+def same_files(one: Path, other: Path) -> list[str]:
+    """Names of the tensors that are not equal."""
+    expected, found = load_file(one), load_file(other)
+    names = expected.keys() | found.keys()
+    return sorted(n for n in names if n not in found or n not in expected or not torch.equal(expected[n], found[n]))
+
+
+def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
+    sizes, here = LAYOUTS[layout], folder / f"{family}-{layout}"
+    trial = Trial(str(folder / family), sizes, {"precision": "fp32"}, steps=2, prepare=adapted(family, False))
+    one: Any = load(trial, distributed=False)
+    one.save_pretrained(here / f"one-{rank}")
+    expected = train(trial, one)
+    filled(one)
+    merged_one = one.merge_and_unload().eval()
+
+    trial = replace(trial, prepare=adapted(family, True), checkpointing=(family, layout) in CHECKPOINTED)
+    model: Any = load(trial, distributed=True)
+    model.save_pretrained(here / "many", is_main_process=rank == 0)
+    found = train(trial, model, rank if "fsdp" in sizes else 0, trial.batches)
+    result = compare(expected, found)
+    answer: dict[str, Any] = {"loss": result.loss, "worst": result.worst, "count": len(result.gradients)}
+    dist.barrier()
+    file = "adapter_model.safetensors"
+    answer["adapters"] = same_files(here / f"one-{rank}" / file, here / "many" / file)
+
+    filled(model)
+    prepare_adapters(model)
+    merged = model.merge_and_unload().eval()
+    wanted = dict(merged_one.named_parameters())
+    held = {name: whole(param.detach()) for name, param in merged.named_parameters()}
+    answer["merged"] = [name for name, value in held.items() if not torch.equal(value, wanted[name])]
+    answer["names"] = sorted(held) == sorted(wanted)
+    with torch.no_grad():
+        logits, expected_logits = merged(tokens()).logits, merged_one(tokens()).logits
+    answer["logits"] = float((logits - expected_logits).abs().max() / expected_logits.abs().max())
+    merged_one.save_pretrained(here / "merged-one")  # the first process writes, as in every distributed run
+    merged.save_pretrained(here / "merged")
+    dist.barrier()
+    file = "model.safetensors"
+    answer["merged_file"] = same_files(here / "merged-one" / file, here / "merged" / file)
+
+    again = PeftModel.from_pretrained(merged, here / "many")
+    other = adapted(family, False)(merged_one)
+    params = dict(other.named_parameters())
+    lora = [(name, param) for name, param in again.named_parameters() if "lora_" in name]
+    answer["loaded"] = [name for name, param in lora if not torch.equal(whole(param.detach()), params[name])]
+    return answer
+
+
+def trainer_cell(folder: Path, rank: int) -> dict[str, Any]:
+    """Losses of transformers' Trainer, which has to make the adapters equal and to average their gradients."""
+    losses = []
+    for distributed in (False, True):
+        trial = Trial(str(folder / "mixtral"), LAYOUTS["ep2-fsdp2"], {"precision": "fp32"})
+        torch.manual_seed(rank if distributed else 0)
+        model = load(replace(trial, prepare=lambda base: base), distributed=distributed)
+        config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, **TARGETS["mixtral"])
+        model = get_peft_model(model, config)
+        rows = [{"input_ids": row, "labels": row} for row in tokens(16, 12, seed=11)]
+        if distributed:
+            losses.append(trained(model, folder, rows, 2))
+        else:  # not as one of two processes, for which transformers' Trainer would take it
+            losses.append(by_hand(model, rows))
+    return {"losses": losses}
+
+
+def by_hand(model: nn.Module, rows: list[dict[str, Tensor]]) -> list[float]:
+    """Losses of steps of 4 rows with plain gradient descent."""
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+    losses = []
+    for step in range(4):
+        ids = torch.stack([row["input_ids"] for row in rows[4 * step : 4 * step + 4]])
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class InOrder(Trainer):
+    """Takes rows in their order."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+
+def trained(model: nn.Module, folder: Path, rows: list[dict[str, Tensor]], batch: int) -> list[float]:
+    arguments = TrainingArguments(
+        output_dir=str(folder / "run"),
+        max_steps=4,
+        per_device_train_batch_size=batch,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = InOrder(model=model, args=arguments, train_dataset=rows)  # type: ignore[arg-type]
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def cells(folder: Path, rank: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    for name, (family, layout) in zip(NAMES, CELLS, strict=True):
+        yield name, lambda family=family, layout=layout: cell(family, layout, folder, rank)
+    yield TRAINER, lambda: trainer_cell(folder, rank)
+
+
+def main(folder: Path, rank: int) -> None:
+    """Run all cells; the first that fails ends this process, and the test ends the other."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    for family in TARGETS if rank == 0 else ():
+        tiny_model(family, num_hidden_layers=1).save_pretrained(folder / family)
+    dist.barrier()
+    answers: dict[str, Any] = {}
+    for name, run in cells(folder, rank):
+        print(name, flush=True)
+        answers[name] = run()
+        (folder / f"rank-{rank}.json").write_text(json.dumps(answers), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("error", NeuronMoEWarning)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

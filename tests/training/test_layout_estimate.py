@@ -1,0 +1,200 @@
+"""The estimate of one rank against what real ranks hold: transformers' engine on gloo processes, stock models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_neuron_moe import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.training.fit import fit_layout
+from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
+from hf_neuron_moe.training.one_rank import Layout
+from tests.tiny_models import tiny_config, tiny_model
+from tests.training.layout_driver import BATCH, LENGTH
+
+TWO = (
+    ("llama", {"tp": 2}),
+    ("mixtral", {"tp": 2}),
+    ("mixtral", {"ep": 2, "fsdp": 2}),
+    ("qwen3_moe", {"ep": 2, "tp": 2}),
+    ("llama", {"dp_replicate": 2}),
+    ("tied", {"fsdp": 2}),
+    ("tied", {"tp": 2}),
+    ("llama", {"pp": 2}),
+)
+FOUR = (
+    ("mixtral", {"ep": 4, "fsdp": 4}),
+    ("mixtral", {"ep": 2, "fsdp": 4}),
+    ("qwen3_moe", {"ep": 4, "tp": 2, "fsdp": 2}),
+    ("llama", {"tp": 2, "fsdp": 2}),
+    ("mixtral", {"fsdp": 2, "dp_replicate": 2}),
+    ("odd", {"fsdp": 4}),
+)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "odd": ("mixtral", {"vocab_size": 67, "num_local_experts": 7}),  # no axis of these that 4 ranks divide evenly
+}
+
+
+def measured(folder: Path, cells: tuple[tuple[str, dict[str, int]], ...], ranks: int) -> list[dict[str, Any]]:
+    """By rank and cell what a group of processes measured."""
+    for name in {family for family, _ in cells}:
+        family, changes = MODELS[name]
+        tiny_model(family, **changes).save_pretrained(folder / name)
+    command = [sys.executable, "-m", "tests.training.layout_driver", str(folder), *map(json.dumps, cells)]
+    own = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
+    group = [
+        subprocess.Popen(command, env=own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[1].decode() for process in group]
+    finally:
+        for process in group:
+            process.kill()
+    assert [process.returncode for process in group] == [0] * ranks, said
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("two")
+    return folder, measured(folder, TWO, 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("four")
+    return folder, measured(folder, FOUR, 4)
+
+
+def estimated(path: Path, layout: Layout, **options: Any) -> TrainingEstimate:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    configs = {"minimal": NeuronMoEConfig()}
+    return estimate_training(model, configs, batch=BATCH, length=LENGTH, layout=layout, **options)
+
+
+def check(found: tuple[Path, list[dict[str, Any]]], cell: tuple[str, dict[str, int]]) -> None:
+    family, sizes = cell
+    path, ranks = found[0] / family, found[1]
+    for rank in (0, len(ranks) - 1):
+        all_cells = ranks[rank]
+        real = all_cells[json.dumps(cell)]
+        result = estimated(path, Layout(**sizes, rank=rank))
+        assert result.parameter_bytes == real["parameters"], rank
+        if "pp" in sizes:
+            assert result.gradient_bytes == result.optimizer_bytes == result.policies[-1].saved == 0
+            continue
+        assert result.gradient_bytes == real["gradients"], rank
+        assert result.optimizer_bytes == real["states"], rank
+        saved = [each[json.dumps(cell)]["saved"] for each in ranks]
+        if "ep" not in sizes:
+            assert result.policies[-1].saved == real["saved"], rank
+        elif rank == 0:  # the estimate is of even shares, which the ranks have on average
+            assert result.policies[-1].saved == sum(saved) / len(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", TWO, ids=str)
+def test_each_of_two_ranks_holds_what_is_estimated(cell: Any, two: Any) -> None:
+    check(two, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", FOUR, ids=str)
+def test_each_of_four_ranks_holds_what_is_estimated(cell: Any, four: Any) -> None:
+    check(four, cell)
+
+
+def refusal(family: str, **sizes: int) -> str:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.bfloat16)
+    with pytest.raises(ConfigError) as caught:
+        estimate_training(model, {"minimal": NeuronMoEConfig()}, batch=1, length=8, layout=Layout(**sizes))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "reason"),
+    [
+        ("mixtral", {"tp": 4}, "tp does not divide 2 key-value heads"),
+        ("mixtral", {"tp": 3}, "tp does not divide 4 attention heads"),
+        ("mixtral", {"ep": 8, "fsdp": 8}, "ep does not divide 4 experts"),
+        ("mixtral", {"ep": 2, "fsdp": 8}, "4 ranks share 2 experts"),
+        ("mixtral", {"ep": 3, "tp": 2}, "`ep_size` must be a multiple of `tp_size`"),
+        ("llama", {"ep": 2, "fsdp": 2}, "has no `ep_plan`"),
+        ("llama", {"tp": 2, "pp": 2}, "KeyError"),
+    ],
+)
+def test_layouts_that_transformers_does_not_run_are_refused(family: str, sizes: dict[str, int], reason: str) -> None:
+    assert reason in refusal(family, **sizes)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", Layout(tp=2)), ("mixtral", Layout(tp=2))])
+def test_patched_blocks_save_this_ranks_part_of_the_intermediate_size(family: str, layout: Layout) -> None:
+    whole, half = (meta_estimate(family, each).policies[0].blocks_bytes_per_token for each in (None, layout))
+    config = tiny_config(family)
+    hidden, inner = 2 * config.hidden_size, 2 * 2 * config.intermediate_size  # in bf16; gate and up
+    pairs = getattr(config, "num_experts_per_tok", 1) * config.num_hidden_layers
+    assert whole - half == pairs * inner / 2
+    assert half > hidden * config.num_hidden_layers
+
+
+def meta_estimate(family: str, layout: Layout | None, **options: Any) -> TrainingEstimate:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.bfloat16)
+    before = {name: type(module) for name, module in model.named_modules()}
+    result = estimate_training(model, {"minimal": NeuronMoEConfig()}, batch=1, length=512, layout=layout, **options)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    return result
+
+
+def test_experts_of_other_ranks_bring_pairs_instead_of_tokens() -> None:
+    """With the stock exchange a rank's experts keep a row per pair; at worst those of all tokens of the group."""
+    config, result = tiny_config("mixtral"), meta_estimate("mixtral", Layout(ep=2, fsdp=2))
+    assert result.rank is not None
+    row, pairs = 2 * config.hidden_size, 512 * config.num_experts_per_tok
+    assert result.rank.exchanged_bytes == 4 * pairs * row
+    minimal = result.policies[0]
+    assert minimal.worst_total is not None
+    per_pair = row + 2 * 2 * config.intermediate_size + 12
+    more = (minimal.worst_total - minimal.total) / config.num_hidden_layers
+    assert per_pair * pairs <= more <= (per_pair + 24) * pairs  # indices of the exchange come on top
+
+
+@pytest.mark.slow
+def test_the_layout_that_fits_is_the_one_that_sends_least() -> None:
+    with torch.device("meta"):
+        config = tiny_config("mixtral", num_hidden_layers=1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    configs = {name: NeuronMoEConfig(activations=name) for name in ("full", "recompute")}
+    options: dict[str, Any] = {"batch": 1, "length": 64}
+    two = ({"tp": 2}, {"tp": 2, "ep": 2}, {"fsdp": 2}, {"fsdp": 2, "ep": 2}, {"dp_replicate": 2})
+    all_layouts = [Layout(**sizes) for sizes in two]
+    known = {layout: estimate_training(model, configs, layout=layout, **options) for layout in all_layouts}
+    least = {layout: result.policies[1].total for layout, result in known.items()}
+    for memory in (2**30, sorted(least.values())[2], min(least.values())):
+        sent = {layout: known[layout].rank.sent_bytes * layout.tp for layout in known if least[layout] <= memory}
+        found = fit_layout(model, configs, memory=memory, devices=2, **options)
+        assert sent[found.layout] == min(sent.values()), memory
+        assert found.estimate == known[found.layout] and found.layouts == len(two)
+        fits = [policy for policy in found.estimate.policies if policy.total <= memory]
+        assert found.policy == fits[0]
+    with pytest.raises(ConfigError, match=r"optimizer states alone do not fit .5."):
+        fit_layout(model, configs, memory=50_000, devices=2, **options)
+    with pytest.raises(ConfigError, match="no activation policy saves little enough"):
+        fit_layout(model, configs, memory=min(least.values()) - 1, devices=2, **options)

@@ -1,0 +1,93 @@
+"""LoRA on attention, dense layers and experts of models that transformers shards while loading, on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import tokens
+from tests.training.lora_driver import NAMES, TRAINER
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    """What each process wrote, of all cells."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.training.lora_driver", str(folder)]
+    logs = [(folder / f"log-{rank}").open("w+") for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        end = time.monotonic() + 240
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            assert time.monotonic() < end, "the processes wait for each other"
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for log in logs:
+            log.seek(0)
+    texts = [log.read()[-3000:] for log in logs]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(texts)
+    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_train_as_on_one_process(name: str, found: list[dict[str, Any]]) -> None:
+    for answers in found:
+        cell = answers[name]
+        # The order of fp32 sums; a factor whose gradient is not summed, or averaged twice, is off by its own size.
+        assert cell["loss"] <= 2e-6 and cell["worst"][1] <= 2e-6, cell["worst"]
+        assert cell["count"] == (14 if "llama" in name else 18 if "qwen2" in name else 12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_are_saved_whole_and_loaded_again(name: str, found: list[dict[str, Any]]) -> None:
+    for answers in found:
+        assert answers[name]["adapters"] == [] and answers[name]["loaded"] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_weights_are_those_of_one_process(name: str, found: list[dict[str, Any]]) -> None:
+    for answers in found:
+        cell = answers[name]
+        assert cell["names"] and cell["merged"] == [] and cell["merged_file"] == []
+        assert cell["logits"] <= 2e-6, "the order of fp32 sums"
+
+
+@pytest.mark.parametrize("name", ["llama-tp2", "mixtral-ep2-tp2"])
+def test_saved_adapters_and_merged_weights_are_opened_in_stock(name: str, folder: Path, found: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / name.partition("-")[0])
+    adapters = PeftModel.from_pretrained(base, folder / name / "many").eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / name / "merged").eval()
+    with torch.no_grad():
+        one, other, plain = adapters(tokens()).logits, merged(tokens()).logits, base.unload()(tokens()).logits
+    assert (one - other).abs().max() <= 2e-6 * other.abs().max(), "the order of fp32 sums"
+    assert (plain - other).abs().max() > 1e-2 * other.abs().max()
+
+
+def test_the_trainer_makes_adapters_of_experts_equal_and_averages_their_gradients(found: list[dict[str, Any]]) -> None:
+    for answers in found:
+        one, many = answers[TRAINER]["losses"]
+        assert len(one) == 4 and many == pytest.approx(one, rel=2e-6)
