@@ -10,7 +10,7 @@ E experts, F rows and K columns of a matrix (gate_up ``[2I, H]``, down ``[H, I]`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +41,7 @@ class Reading:
     hook: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        module, names = self.candidate.module, list(stock_rows(self.candidate))
-
-        def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-            for name in names:
-                state.pop(prefix + name, None)
-
-        self.hook = module.register_state_dict_post_hook(hide)
-        for owner in (module, *(stock_slot(module, name)[0] for name in names)):
-            owner._is_hf_initialized = True  # type: ignore[assignment] # else its weights get random values
+        self.hook = hidden(self.candidate.module, list(stock_rows(self.candidate)))
 
     @property
     def rules(self) -> dict[str, str]:
@@ -74,6 +66,18 @@ class Reading:
             else:
                 value = weight[...].to(device=device, dtype=param.dtype).contiguous()
             owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
+
+
+def hidden(module: nn.Module, names: Collection[str]) -> Any:
+    """Take tensors out of the sight of transformers' loader; the handle's ``remove`` brings them back."""
+
+    def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in names:
+            state.pop(prefix + name, None)
+
+    for owner in (module, *(stock_slot(module, name)[0] for name in names)):
+        owner._is_hf_initialized = True  # type: ignore[assignment] # else its weights get random values
+    return module.register_state_dict_post_hook(hide)
 
 
 def stock_rows(candidate: Candidate) -> dict[str, tuple[str, Tensor]]:

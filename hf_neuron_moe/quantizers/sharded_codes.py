@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.engine import group_of, installed, style_name
@@ -21,7 +21,7 @@ from hf_neuron_moe.modules.experts_calls import ROUTED
 from hf_neuron_moe.modules.quantized_blocks import BIASES, QuantizedBlock, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
-from hf_neuron_moe.quantizers.sharded import Slices, overlap
+from hf_neuron_moe.quantizers.sharded import Slices, hidden, overlap
 
 WHOLE = "Convert the original again without --tp-degree, or load it with tp_size of that degree."
 
@@ -36,15 +36,7 @@ class CodeReading:
     hook: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        names = list(self.stored)
-
-        def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-            for name in names:
-                state.pop(prefix + name, None)
-
-        self.hook = self.block.register_state_dict_post_hook(hide)
-        for module in self.block.modules():
-            module._is_hf_initialized = True  # type: ignore[assignment]
+        self.hook = hidden(self.block, self.stored.keys())
         if self.experts:
             self.block.num_experts = self.experts  # type: ignore[assignment] # what the engine's exchange reads
             self.block._is_expert_parallel = True  # type: ignore[assignment]
@@ -110,10 +102,9 @@ def local_codes(
             raise UnsupportedModelError.about(expected[0], expected[1], got, fix)
     if form is None:
         return {name: tensor.tensor for name, tensor in tensors.items()}, 0
-    count = next(iter(tensors.values())).experts // (ep if by_expert else 1)
-    return {name: each.tensor.new_empty(count, *each.tensor.shape[1:]) for name, each in tensors.items()}, (
-        count if by_expert else 0
-    )
+    counts = {name: tensor.experts // (ep if by_expert else 1) for name, tensor in tensors.items()}
+    forms = {name: each.tensor.new_empty(counts[name], *each.tensor.shape[1:]) for name, each in tensors.items()}
+    return forms, max(counts.values()) if by_expert else 0
 
 
 def _tensor_parts(tensor: StoredTensor) -> int:
