@@ -150,15 +150,20 @@ def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, ra
     With a `rank`, adapters are trained.
     """
     runs, half, output = [], 4, f"adapters-{layout}" if rank else f"through-{layout}"
+
+    def run(on: str, folder: str, **options: Any) -> NeuronMoETrainer:
+        model = loaded(home / "model", on, attention_dropout=dropout)
+        if rank:
+            torch.manual_seed(1)
+            targets: Any = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+            model = get_peft_model(model, LoraConfig(**targets, r=rank, init_lora_weights=False))
+        return trainer(home, on, folder, model=model, **options)
+
     for resume in (None, True):
         if resume and dist.get_rank() == 0:
             shutil.rmtree(home / output / f"checkpoint-{STEPS}")
         dist.barrier()
-        model = loaded(home / "model", layout, attention_dropout=dropout)
-        if rank:
-            torch.manual_seed(1)
-            model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=rank, init_lora_weights=False))
-        runs.append(trainer(home, layout, output, model=model, save_steps=half))
+        runs.append(run(layout, output, save_steps=half))
         runs[-1].train(resume_from_checkpoint=resume)
     through, again = runs
     result = {
@@ -170,7 +175,7 @@ def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, ra
         "only_model": again.args.save_only_model,
     }
     for other in others:
-        moved = trainer(home, other, f"moved-{layout}-{other}", save_strategy="no")
+        moved = run(other, f"moved-{layout}-{other}", save_strategy="no")
         moved.train(resume_from_checkpoint=str(home / output / f"checkpoint-{half}"))
         result[other] = figures(moved)
     return result

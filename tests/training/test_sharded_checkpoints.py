@@ -115,13 +115,15 @@ def test_resumed_with_dropout_or_adapters_and_what_is_an_error_of_all(repo_root:
         "frozen": ("UnsupportedModelError", "a state for every parameter that is trained now, got Missing key"),
         "stock": ("IncompleteCheckpointError", "the checkpoint of a model that was sharded while loading"),
     }
-    cells: list[list[Any]] = [["resumed", "fsdp2", [], 0.2], ["resumed", "ep2_fsdp2", [], 0.0, 4]]
+    cells: list[list[Any]] = [["resumed", "fsdp2", [], 0.2], ["resumed", "ep2_fsdp2", ["tp2"], 0.0, 4]]
     cells += [["best", "ep2_fsdp2"], ["scattered", "fsdp2"], ["failing", "fsdp2"]]
     cells += [["refusing", "fsdp2", damage] for damage in damages]
     dropout, adapters, best, scattered, failing, *refused = launched(repo_root, tmp_path, cells).cells
     for result in (*dropout, *adapters):
         assert result["error"] is None
         assert result["again"] == result["losses"] and result["weights"][0] == result["weights"][1]
+    for result in adapters:
+        assert result["tp2"] == pytest.approx(result["losses"], rel=2e-6)
     for result in best:
         assert result["error"] is None and result["chosen"] < 3
         assert result["weights"] == result["kept"][result["chosen"] - 1] != result["kept"][-1]
