@@ -276,7 +276,7 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         parts = tuple(local_part(each) for each in trained.values())
         gathered, sent = _gathered(mine, cut, full)
         sent += 2 * gradients * (layout.dp_replicate - 1) // layout.dp_replicate
-        experts = sum(size for name, size in full.items() if name in _experts_of(model))
+        experts = sum(full[name] for name in _experts_of(model) if name in full)
         sizes = (sum(full.values()) - experts, experts)
         return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), sizes, gathered, sent)
 
