@@ -15,19 +15,15 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 from hf_neuron_moe.modules.block import put_parameter
 from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
+from hf_neuron_moe.training.other_ranks import Exchange, Routing, Traffic
 from hf_neuron_moe.training.saved_tensors import local_part
 
 _MESHES = (("pp", "dp_replicate", "fsdp", "tp"), ("pp", "dp_replicate", "efsdp", "ep"))
@@ -37,15 +33,6 @@ _AXES = {"colwise": -2, "packed_colwise": -2, "rowwise": -1}
 """The axis that a style cuts, of styles after which no activation is gathered."""
 
 Prepared = Callable[[Any], nn.Module]
-
-_COLLECTIVES = {
-    "c10d::allreduce_": ("tp", 2),
-    "_c10d_functional::all_reduce": ("tp", 2),
-    "_c10d_functional::all_gather_into_tensor": ("tp", 1),
-    "_c10d_functional::reduce_scatter_tensor": ("tp", 1),
-    "_c10d_functional::all_to_all_single": ("ep", 1),
-}
-"""Operators of torch: whose ranks take part, and how often a ring sends the larger of input and output."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +89,6 @@ class RankEstimate:
     gathered_bytes: int  # weights that FSDP has gathered at one time: of two groups that follow each other
     exchanged_bytes: int  # what one layer's experts send and receive of tokens in a forward, there and back
     sent_bytes: int  # what the rank sends in a step of the stock model
-
-
-@dataclass
-class Exchange:
-    """What the collectives of a forward and its backward move; those of FSDP are not among them."""
-
-    sent: float = 0.0  # bytes that this rank sends
-    all_to_all: int = 0  # bytes of the inputs and outputs of one layer's exchanges in the forward
-    gradients: int = 0  # bytes of all gradients before FSDP reduces them
 
 
 def refused_layout(layout: Layout, reason: str) -> ConfigError:
@@ -201,9 +179,9 @@ class OneRank:
     @cached_property
     def exchange(self) -> Exchange:
         """What the stock model's collectives move; read first while the model is not patched."""
-        traffic = Traffic(self._layout)
+        traffic = Traffic(self._layout.tp, self._layout.ep)
         if self._layout.pp == 1:
-            layers = self._run(Routing(self._layout), traffic)[1]
+            layers = self._run(Routing(self._layout.tp, self._layout.ep), traffic)[1]
             traffic.seen.all_to_all //= max(layers, 1)
         return traffic.seen
 
@@ -233,7 +211,7 @@ class OneRank:
         """Count what a forward saves, as the model is patched at present; `worst` is the routing to this rank alone."""
         if self._layout.pp > 1:
             return SavedActivations(0, 0, 0, 0, 0)
-        return self._run(Routing(self._layout, worst=worst))[0]
+        return self._run(Routing(self._layout.tp, self._layout.ep, worst=worst))[0]
 
     def _run(self, routing: Routing, traffic: Traffic | None = None) -> tuple[SavedActivations, int]:
         with as_rank(self._layout, self._layout.rank or 0) as meshes:
@@ -350,69 +328,3 @@ def _untied(model: Any) -> Any:
     for name in mine.all_tied_weights_keys:
         put_parameter(mine, name, nn.Parameter(mine.get_parameter(name).detach().clone()))
     return mine
-
-
-class Routing(TorchFunctionMode):
-    """Tells expert parallelism how many rows each rank sends and receives, which depends on values that are not there.
-
-    Every rank sends its pairs of token and expert in equal parts. Balanced, it receives as many. At worst all tokens of
-    the group choose as many experts of this rank as they can.
-    """
-
-    def __init__(self, layout: Layout, *, worst: bool = False) -> None:
-        super().__init__()
-        self._layout = layout
-        self._worst = worst
-        self._asked: list[int] = []
-
-    def watch(self, model: Any) -> int:
-        """Look at the calls of the experts that get tokens of other ranks; return their number."""
-        plan = model._expand_parallel_plan(model.ep_plan) if self._layout.ep > 1 else {}
-        experts = [model.get_submodule(name) for name, style in plan.items() if style == "ep_dispatch_experts"]
-        for module in experts:
-            module.forward = self._expecting(module.forward, module.num_experts)
-        return len(experts)
-
-    def _expecting(self, forward: Callable[..., Tensor], experts: int) -> Callable[..., Tensor]:
-        def called(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            ranks, K = self._layout.ep, ids.shape[-1]
-            tokens = -(-hidden_states.shape[0] // self._layout.tp)
-            sent = [tokens * K // ranks + (rank < tokens * K % ranks) for rank in range(ranks)]
-            self._asked = [*sent, *([tokens * min(K, experts)] * ranks if self._worst else sent)]
-            return forward(hidden_states, ids, weights)
-
-        return called
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.item and self._asked:
-            return self._asked.pop(0)
-        return func(*args, **(kwargs or {}))
-
-
-class Traffic(TorchDispatchMode):
-    """Counts what collectives move while shapes run through a model."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self._ranks = {"tp": layout.tp, "ep": layout.ep}
-        self.seen = Exchange()
-        self.backward = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operators come here next
-        output = func(*args, **(kwargs or {}))
-        group, times = _COLLECTIVES.get(func._schema.name, ("", 0))
-        if times:
-            sizes = [each.nbytes for each in tree_leaves((args, output)) if isinstance(each, Tensor)]
-            self.seen.sent += times * max(sizes) * (self._ranks[group] - 1) / self._ranks[group]
-            if group == "ep" and not self.backward:
-                self.seen.all_to_all += sum(sizes)
-        return output
-
-    def backpropagate(self, output: Any, state: Mapping[str, Tensor]) -> None:
-        """Run the backward and note the gradients."""
-        self.backward = True
-        output.loss.backward()
-        leaves = {id(each): each.grad for each in state.values()}
-        self.seen.gradients = sum(local_part(grad).nbytes for grad in leaves.values() if grad is not None)
