@@ -320,7 +320,15 @@ def alone(home: Path) -> dict[str, Any]:
     through = trainer(home, "one", "one", save_strategy="no")
     through.train()
     result: dict[str, Any] = {"losses": figures(through), "norms": figures(through, "grad_norm")}
-    for folder in sorted(home.glob("through-*/checkpoint-4")):
+    folders = sorted(home.glob("through-*/checkpoint-4"))
+    kernel = AutoModelForCausalLM.from_pretrained(home / "model")
+    patch_model(kernel, {"precision": "fp32", "weights": "kernel"})
+    try:
+        options: dict[str, Any] = {"save_strategy": "no", "neuron_weights": "kernel"}
+        trainer(home, "one", "kernel", model=kernel, **options).train(resume_from_checkpoint=str(folders[0]))
+    except NeuronMoEError as error:
+        result["kernel"] = str(error)
+    for folder in folders:
         moved = trainer(home, "one", f"moved-{folder.parent.name}", save_strategy="no")
         moved.train(resume_from_checkpoint=str(folder))
         result[folder.parent.name] = figures(moved)

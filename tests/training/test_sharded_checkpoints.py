@@ -89,6 +89,7 @@ def test_saved_whole_and_in_parts_and_resumed(repo_root: Path, tmp_path: Path) -
     for results in saved:
         assert_saved(results, found.folder)
     assert_resumed(resumed, "ep2_fsdp2", ["tp2"], found.alone)
+    assert "neuron_weights must be 'stock' for sharded checkpoints" in found.alone["kernel"]
     assert max(resumed[0]["norms"]) > 0.5  # gradients were clipped
 
 
