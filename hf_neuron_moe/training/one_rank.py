@@ -236,7 +236,9 @@ def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared
 def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared) -> Held:
     with as_rank(layout, rank) as meshes:
         computing = without_fsdp(model, layout, meshes)
-        full = {name: local_part(param).nbytes for name, param in computing.named_parameters()}
+        weights = list(computing.named_parameters(remove_duplicate=False))
+        full = {name: local_part(param).nbytes for name, param in weights}
+        all_of_them = sum({id(param): full[name] for name, param in weights}.values())
         mine = _untied(model)
         with _errors_of_the_engine(layout):
             type(mine).maybe_distribute_model(mine, layout.engine_config(), meshes)
@@ -255,7 +257,7 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         gathered, sent = _gathered(mine, cut, full)
         sent += 2 * gradients * (layout.dp_replicate - 1) // layout.dp_replicate
         experts = sum(full[name] for name in _experts_of(model) if name in full)
-        sizes = (sum(full.values()) - experts, experts)
+        sizes = (all_of_them - experts, experts)
         return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), sizes, gathered, sent)
 
 
