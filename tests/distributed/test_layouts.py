@@ -14,6 +14,7 @@ import pytest
 
 from tests.distributed import cells
 from tests.distributed.launch import launch
+from tests.shared_runs import made_once
 
 DRIVER = "tests.distributed.layout_driver"
 FP32 = 2e-6
@@ -43,17 +44,18 @@ def trained(chosen: list[cells.Cell]) -> list[cells.Cell]:
 
 @pytest.fixture(scope="module")
 def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("core"), cells.CORE, 2)
+    return made_once(tmp_path_factory, "core", lambda folder: run(repo_root, folder, cells.CORE, 2))
 
 
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("two"), [*cells.ALWAYS, *cells.MEASURED, *cells.REFUSED.values()], 2)
+    chosen = [*cells.ALWAYS, *cells.MEASURED, *cells.REFUSED.values()]
+    return made_once(tmp_path_factory, "two", lambda folder: run(repo_root, folder, chosen, 2))
 
 
 @pytest.fixture(scope="module")
 def four(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("four"), cells.ALWAYS_FOUR, 4)
+    return made_once(tmp_path_factory, "four", lambda folder: run(repo_root, folder, cells.ALWAYS_FOUR, 4))
 
 
 def check(each: cells.Cell, results: Results) -> None:
@@ -135,14 +137,15 @@ def test_four_processes(each: cells.Cell, four: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_every_other_cell(
-    processes: int, request: pytest.FixtureRequest, repo_root: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+def test_every_other_cell(processes: int, request: pytest.FixtureRequest, repo_root: Path, tmp_path: Path) -> None:
     if not request.config.getoption("--all-layouts"):
         pytest.skip("--all-layouts runs it")
     layouts, done = (cells.TWO, cells.CORE + cells.ALWAYS) if processes == 2 else (cells.FOUR, cells.ALWAYS_FOUR)
     chosen = cells.rest(layouts, done)
-    results = run(repo_root, tmp_path, chosen, processes)
+    results, wrong = run(repo_root, tmp_path, chosen, processes), {}
     for each in chosen:
-        with subtests.test(each["name"]):
+        try:
             check(each, results)
+        except AssertionError as error:
+            wrong[each["name"]] = str(error)
+    assert not wrong

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from hf_neuron_moe.quantizers.shard_layouts import read_stored
 from hf_neuron_moe.quantizers.sharded import OpenFiles, StockWeight, stock_rows
 from tests.quantizers.conftest import SIZES as INNER, UNEVEN, Converted, Source, load
 from tests.refusals import refused
+from tests.shared_runs import made_once
 from tests.tiny_models import tiny_config
 
 pytest.importorskip("transformers.distributed.sharding_utils", reason="this transformers cannot shard while loading")
@@ -39,7 +42,15 @@ Ranks = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What two processes saw."""
-    home = tmp_path_factory.mktemp("sharded")
+    ranks: Ranks = made_once(tmp_path_factory, "sharded-loading", functools.partial(launched, repo_root))
+    return ranks
+
+
+def launched(repo_root: Path, home: Path) -> Ranks:
+    """Convert the sources of all cells and load them in two processes."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
     for cell in CELLS:
         source = home / f"{cell.family}{cell.changes}"
         if not source.exists():
@@ -53,7 +64,7 @@ def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     started = []
     for rank in ("0", "1"):
         env = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         options: Any = {"cwd": repo_root, "env": env, "stderr": subprocess.PIPE, "start_new_session": True}
         started.append(subprocess.Popen([*command, rank], text=True, **options))
     try:

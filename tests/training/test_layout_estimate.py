@@ -18,6 +18,7 @@ from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.training.fit import fit_layout
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
 from hf_neuron_moe.training.one_rank import Layout
+from tests.shared_runs import made_once, shared_folder
 from tests.tiny_models import tiny_config, tiny_model
 from tests.training.layout_driver import BATCH, LENGTH
 
@@ -70,14 +71,14 @@ def measured(folder: Path, cells: tuple[tuple[str, dict[str, int]], ...], ranks:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("two")
-    return folder, measured(folder, TWO, 2)
+    ranks = made_once(tmp_path_factory, "two-estimates", lambda folder: measured(folder, TWO, 2))
+    return shared_folder(tmp_path_factory, "two-estimates"), ranks
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("four")
-    return folder, measured(folder, FOUR, 4)
+    ranks = made_once(tmp_path_factory, "four-estimates", lambda folder: measured(folder, FOUR, 4))
+    return shared_folder(tmp_path_factory, "four-estimates"), ranks
 
 
 def estimated(path: Path, layout: Layout, **options: Any) -> TrainingEstimate:

@@ -15,6 +15,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tests.shared_runs import made_once, shared_folder
 from tests.tiny_models import tokens
 from tests.training.lora_driver import NAMES, TRAINER
 
@@ -24,12 +25,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lora")
+    return shared_folder(tmp_path_factory, "lora")
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote, of all cells."""
+    ranks: list[dict[str, Any]] = made_once(tmp_path_factory, "lora", launched)
+    return ranks
+
+
+def launched(folder: Path) -> list[dict[str, Any]]:
+    """Run all cells in two processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.training.lora_driver", str(folder)]
     logs = [(folder / f"log-{rank}").open("w+") for rank in range(2)]
