@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, Self, TypeVar, overload
 
 _NUMBER = re.compile(r"\d+")
 _AN = re.compile(r"[aeioAEIO]|[Uu]n(?!i)|[MNL](?:[A-Z]|lp)|ndarray")
-_NEAR = 0.65
-"""Share of characters that a misspelling has in common with its name; at 0.5 `packing` was near `ddp_backend`."""
+_NEAR = 0.71
+"""Share of characters that a misspelling has in common with its name; at 0.7 `batch_size` was near `tp_size`."""
 
 MESSAGE_PART = 600
 """Characters of one part of a message: what a file says may be megabytes, what a reader needs is its beginning."""
@@ -206,7 +206,7 @@ def with_article(noun: str) -> str:
 def nearest(name: str, known: list[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string if none is near it.
 
-    Near are names that share two thirds of their characters with `name` and are less than twice as long:
+    Near are names that share 71 % of their characters with `name` and are less than twice as long:
     ``auto_find_batch_size`` is not what ``batch_size`` stands for.
     """
     import difflib

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import gc
 import json
 import multiprocessing
 import sys
+import textwrap
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from census_classes import KINDS, UNGATED, Listed, library_classes
-from census_judge import DIED, DIFFERENT, NOT_BUILT, RESULTS, Row, judge
+from census_judge import DIED, DIFFERENT, NO_GATE, NOT_BUILT, RESULTS, Row, judge
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported.md"
 BEGIN, END = "<!-- census: begin -->\n", "<!-- census: end -->\n"
@@ -36,8 +38,10 @@ PRELOADED = (
     "transformers.modeling_layers",
     "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
     "transformers.integrations.moe",
     "torch._dynamo",
+    "census_judge",
 )
 """Modules that are imported once for all processes."""
 TIMEOUT = 120.0
@@ -55,6 +59,7 @@ class Running(NamedTuple):
 def _answer(listed: Listed, sender: Connection) -> None:
     import torch
 
+    gc.disable()  # this process ends soon, and its collections would go through all that is preloaded
     torch.set_num_threads(1)
     sender.send(judge(listed))
 
@@ -130,7 +135,20 @@ def tables(rows: Sequence[Row], release: str) -> str:
             head = _line("family", "class", "result", "gate", "reason") + _line(*["---"] * 5)
             body = (_line(row.family, f"`{row.name}`", row.result, _code(row.gate), _cell(row.reason)) for row in found)
             parts.append(f"## {kind[0].upper()}{kind[1:]}\n\n{head}{''.join(body)}")
-    return "\n".join(parts)
+    return "\n".join([*parts, *ungated([row for row in rows if row.kind == UNGATED])])
+
+
+def ungated(rows: Sequence[Row]) -> Iterator[str]:
+    """A heading and a paragraph for each reason, with the names of all classes that have it."""
+    if rows:
+        yield f"## {UNGATED}\n\n`patch_model` leaves these stock, and its option `strict` does not count them.\n"
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        reason = row.reason if row.result == NO_GATE else row.result
+        names.setdefault(reason or "its parts are not named as those of an MLP", []).append(f"`{row.name}`")
+    for reason, found in sorted(names.items(), key=lambda item: -len(item[1])):
+        text = f"* {_cell(reason)} ({len(found)}): {', '.join(sorted(set(found), key=str.lower))}"
+        yield textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
 def _line(*cells: str) -> str:

@@ -159,19 +159,25 @@ def _tree(module: str) -> ast.Module:
 
 
 @cache
-def _calls_by_name(module: str) -> dict[str, list[ast.Call]]:
-    """Every call of a plain name in a module; looked up often, and a walk through a long file takes 50 ms."""
-    found: dict[str, list[ast.Call]] = {}
-    for node in ast.walk(_tree(module)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            found.setdefault(node.func.id, []).append(node)
-    return found
+def _calls_by_class(module: str) -> dict[str, list[tuple[str, ast.Call]]]:
+    """By class of a module, the plain names that it calls; made once, as a walk through a long file takes 50 ms."""
+    return {
+        node.name: [
+            (each.func.id, each)
+            for each in ast.walk(node)
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+        ]
+        for node in _tree(module).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _calls(cls: type[nn.Module], config: Any) -> Iterator[dict[str, Any]]:
     """The arguments with which its module makes instances: constants and attributes of the configuration."""
     names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-    for node in _calls_by_name(cls.__module__).get(cls.__name__, ()):
+    for called, node in chain.from_iterable(_calls_by_class(cls.__module__).values()):
+        if called != cls.__name__:
+            continue
         given = {**dict(zip(names, node.args)), **{keyword.arg: keyword.value for keyword in node.keywords}}
         said: dict[str, Any] = {}
         for name, value in given.items():
@@ -232,30 +238,15 @@ def _annotated(module: str, name: str, levels: int = 4) -> Iterator[str]:
             for function in node.body:
                 if isinstance(function, ast.FunctionDef) and function.name == "__init__":
                     yield from re.findall(r"\w+Config\b", ast.unparse(function.args))
-    for maker, made in _made_from_config(module).items() if levels else ():
-        if maker != name and name in made:
-            yield from _annotated(module, maker, levels - 1)
+    makers = [maker for maker, calls in _calls_by_class(module).items() if maker != name and _makes(calls, name)]
+    for maker in makers if levels else ():
+        yield from _annotated(module, maker, levels - 1)
 
 
-@cache
-def _made_from_config(module: str) -> dict[str, set[str]]:
-    """By class of a module, the names that it calls with its own configuration."""
-    return {
-        node.name: {
-            each.func.id
-            for each in ast.walk(node)
-            if isinstance(each, ast.Call)
-            and isinstance(each.func, ast.Name)
-            and any(isinstance(value, ast.Name) and value.id == "config" for value in _given(each))
-        }
-        for node in _tree(module).body
-        if isinstance(node, ast.ClassDef)
-    }
-
-
-def _given(call: ast.Call) -> list[ast.expr]:
-    """The values of a call's arguments."""
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
+def _makes(calls: list[tuple[str, ast.Call]], name: str) -> bool:
+    """Whether a class with these calls makes another one from its own configuration."""
+    made = (each for called, each in calls if called == name)
+    return any("config" in map(ast.unparse, (*each.args, *(k.value for k in each.keywords))) for each in made)
 
 
 def _small(config: Any) -> Any:

@@ -47,13 +47,24 @@ def load_model(options: ModelOptions) -> PreTrainedModel:
     extra: dict[str, Any] = {}
     if options.attn_implementation:
         extra["attn_implementation"] = options.attn_implementation
+    if options.layout:
+        extra["distributed_config"] = options.layout
     try:
         return AutoModelForCausalLM.from_pretrained(
             options.model, revision=options.revision, dtype=options.dtype, **extra
         )
     except NeuronMoEError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
+        if options.layout:
+            raise ConfigError.about(
+                "the layout",
+                "one that transformers can load on the processes there are",
+                f"{options.layout} ({' '.join(str(error).split())[:300].rstrip('.')})",
+                "Start as many processes with torchrun as the product of tp_size, fsdp_size and dp_replicate_size.",
+            ).named("finetune") from error
+        if isinstance(error, RuntimeError):
+            raise
         raise ConfigError.about(
             "model",
             "a causal language model that transformers can load",

@@ -73,6 +73,17 @@ class ModelOptions:
         default="auto", metadata={"help": "Of the parameters: auto (as in the checkpoint), float32 or bfloat16."}
     )
     attn_implementation: str = field(default="", metadata={"help": "As in from_pretrained; empty for its default."})
+    tp_size: int = field(default=1, metadata={"help": "Tensor parallelism, as in transformers' DistributedConfig."})
+    ep_size: int = field(default=1, metadata={"help": "Expert parallelism, likewise."})
+    fsdp_size: int = field(default=1, metadata={"help": "FSDP2, likewise."})
+    dp_replicate_size: int = field(default=1, metadata={"help": "Replicas of that, likewise."})
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes of the layout; nothing where the model is loaded whole."""
+        names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
+        sizes = {name: getattr(self, name) for name in names}
+        return sizes if any(size != 1 for size in sizes.values()) else {}
 
 
 @dataclass

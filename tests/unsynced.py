@@ -7,6 +7,7 @@ of the syncs record or simulate them. Most of the time of a conversion of a tiny
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 real_fsync = os.fsync
@@ -28,3 +29,10 @@ def wait_for_syncs() -> None:
 
 def _checked(descriptor: Any, *_: int) -> None:
     os.fstat(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+
+
+def rewrite(path: Path, content: bytes | bytearray) -> None:
+    """Give a file other content without emptying it first: ext4 writes such a file out at once, which takes 3 ms."""
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()

@@ -7,9 +7,7 @@ transformers; the mapping to kernel arguments is in ``backends/neuron``.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import math
 from typing import NamedTuple
 
 from hf_neuron_moe.errors import ConfigError
@@ -88,6 +86,8 @@ class Gate(NamedTuple):
 
 
 SWIGLU = Gate()
+# Numbers from which float32, in which gates are computed, has infinity, and up to which it has 0.
+_ABOVE_FLOAT32, _ZERO_IN_FLOAT32 = 2.0**128 - 2.0**103, 2.0**-150
 _ABOVE_0 = ("gate_max", "up_max", "act_max", "gate_softcap", "up_softcap", "alpha")
 
 
@@ -97,10 +97,9 @@ def checked_gate(gate: Gate) -> Gate:
     for name, value in zip(gate._fields, gate, strict=True):
         if isinstance(value, (str, bool)) or value is None:
             continue
-        held = ctypes.c_float(value).value if abs(value) < 2**1000 else math.inf  # in float32, as it is computed
-        if not math.isfinite(held):
+        if not abs(value) < _ABOVE_FLOAT32:  # NaN included
             raise ConfigError.about(name, "a finite number of float32 or None", repr(value), fix)
-        if name in _ABOVE_0 and not held > 0:
+        if name in _ABOVE_0 and not value > _ZERO_IN_FLOAT32:
             raise ConfigError.about(name, "a number above 0 in float32", repr(value), fix)
     if not gate.gated and gate != Gate(gate.act, gate.alpha, gated=False):
         raise ConfigError.about("gated", "True for a gate with limits, an offset or softcaps", "False", fix)

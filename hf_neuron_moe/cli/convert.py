@@ -56,6 +56,7 @@ def convert(
         choice(PURPOSES, "--for", text="What will read the weights. Default: training; mxfp4: inference."),
     ] = None,
     tp_degree: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that share the intermediate axis.")] = 1,
+    ep_degree: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks that experts are dealt out to.")] = 1,
     pad: Annotated[bool, typer.Option("--pad", help="Zero-pad H and I to the kernels' multiples.")] = False,
     allow_inexact: Annotated[
         bool, typer.Option("--allow-inexact", help="Quantize a source's MX codes again where they cannot be kept.")
@@ -94,6 +95,7 @@ def convert(
         scale_rule=scale_rule,
         purpose=purpose,
         tp_degree=tp_degree,
+        ep_degree=ep_degree,
         pad=pad,
         allow_inexact=allow_inexact,
         max_shard_bytes=size_in_bytes(max_shard_size),

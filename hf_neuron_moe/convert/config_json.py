@@ -52,6 +52,7 @@ def quantization_config(options: ConvertOptions) -> dict[str, Any]:
         "scale_rule": options.rule if options.quantized else None,
         "purpose": options.purpose,
         "tp_degree": options.tp_degree,
+        "ep_degree": options.ep_degree,
         "pad": options.pad,
     }
 
@@ -123,6 +124,9 @@ def section(plan: ConversionPlan) -> str:
         "scale rule": options.rule if options.quantized else "",
         "tensor parallelism": f"I axis split among {options.tp_degree} ranks, each with files of its own"
         if options.tp_degree > 1
+        else "",
+        "expert parallelism": f"experts dealt out to {options.ep_degree} ranks, each with files of its own"
+        if options.ep_degree > 1
         else "",
         "padding": padding if options.pad else "",
         "kept as they were": f"{len(plan.copied)} tensors: {kept}",

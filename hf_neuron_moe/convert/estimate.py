@@ -222,7 +222,7 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     shape = (K, F) if first.transposed else (F, K)
     piece = Piece("sample", "sample", first.dtype, shape, 0 if weight.has_experts else None, 0, first.transposed)
     sample = FusedWeight(weight.name, (1, F, K) if weight.has_experts else (F, K), (piece,))
-    forms = stored_forms(sample, replace(options, tp_degree=1))
+    forms = stored_forms(sample, replace(options, tp_degree=1, ep_degree=1))
     values = torch.randn(shape).to(WEIGHT_DTYPES[first.dtype])
     scratch = Scratch(scratch_bytes(sample, forms))
 

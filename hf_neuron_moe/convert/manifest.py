@@ -32,8 +32,8 @@ MANIFEST_FILE = "neuron_moe_manifest.json"
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
 
-FORMAT_VERSION = 6
-READABLE_VERSIONS = (1, 2, 3, 4, 5, FORMAT_VERSION)
+FORMAT_VERSION = 7
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, FORMAT_VERSION)
 HEADER_VERSION = 2  # Of the shards' headers, which say the same since that version
 CHECKSUM = "sha256"
 MAX_WORD = 64  # Characters of the names of layouts and orientations
@@ -119,6 +119,8 @@ class WrittenTensor:
     """``"forward"``, or ``"backward"`` for the transposed matrix, quantized along its own last axis."""
     tp_rank: int | None = None  # Tensor-parallel rank whose part of the I axis it holds; None where nothing is split
     padding: dict[str, int] = field(default_factory=dict)  # Zeros at the end of its H and I axes, by letter
+    ep_rank: int | None = None  # Expert-parallel rank whose experts it holds; None where it holds those of all
+    first_expert: int = 0  # The first expert that it holds
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +130,11 @@ class WrittenTensor:
     @property
     def group(self) -> tuple[str, int | None]:
         """What is made together from one pass over the source: tensors of a group lie in one shard."""
-        return self.weight, self.tp_rank
+        return self.weight, self.ep_rank if self.tp_rank is None else self.tp_rank
+
+    def holds(self, expert: int | None) -> bool:
+        """Whether it has a part of this expert's matrix."""
+        return self.ep_rank is None or (expert or 0) - self.first_expert in range(self.shape[0])
 
 
 @dataclass(frozen=True)
@@ -232,7 +238,8 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
     """Describe a shard's tensors in its safetensors ``__metadata__``, whose values are text."""
     facts = ("layout", "scale_layout", "orientation", "tp_rank", "padding", "weight")
-    content = {tensor.name: {fact: getattr(tensor, fact) for fact in facts} for tensor in tensors}
+    dealt = (*facts, "ep_rank", "first_expert")
+    content = {t.name: {f: getattr(t, f) for f in (facts if t.ep_rank is None else dealt)} for t in tensors}
     layouts = {name: entry["layout"] for name, entry in content.items()}
     return {
         "format": "pt",
@@ -282,9 +289,9 @@ def load_manifest(directory: Path) -> Manifest:
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 5 had no gates and no permuted words, version 4 no quantized or interleaved sources. Version 3 did not say
-    what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in
-    kernel layout.
+    Version 6 had no ranks of experts, version 5 no gates and no permuted words, version 4 no quantized or interleaved
+    sources. Version 3 did not say what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward
+    operands only, scales packed in kernel layout.
     """
     if version < 3:
         for entry in content["tensors"]:
@@ -314,7 +321,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
             yield f"tensor {name!r} of dtype {dtype!r} and shape {list(shape)}"
     for tensor in manifest.tensors:
         TensorChecksum(tensor.checksum)  # of a known kind
-        numbers = (*tensor.padding.values(), tensor.tp_rank or 0)
+        numbers = (*tensor.padding.values(), tensor.tp_rank or 0, tensor.ep_rank or 0, tensor.first_expert)
         words = (tensor.layout, tensor.scale_layout or "none", tensor.orientation, *tensor.padding)
         known = is_name(tensor.weight) and all(is_name(word) and len(word) <= MAX_WORD for word in words)
         if not (known and all(map(is_natural, numbers))):

@@ -43,6 +43,8 @@ class ConvertOptions:
     ``"training"`` and ``"lora"`` add the transposed MX operands that the gradient of a block's input needs (a weight's
     own gradient needs none, so that both write the same). None: ``"training"``, and ``"inference"`` for MXFP4."""
     tp_degree: int = field(default=1, kw_only=True)  # Ranks among which the I axis of every converted weight is split
+    ep_degree: int = field(default=1, kw_only=True)
+    """Ranks among which experts are dealt out, each a range of whole ones; `tp_degree` is then for the others."""
     pad: bool = field(default=False, kw_only=True)  # Add zeros to H and I up to the sizes that the kernels take
     allow_inexact: bool = field(default=False, kw_only=True)
     """Quantize the decoded values of MX codes again where ``moe_cte``'s words cannot hold the codes themselves."""
@@ -123,6 +125,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _COUNTS = (
     ("max_shard_bytes", "number of bytes", "Leave it out for 5 GB shards."),
     ("tp_degree", "number of ranks", "Leave it out for one rank."),
+    ("ep_degree", "number of ranks", "Leave it out for one rank."),
 )
 _RULES = (
     ("bf16", "scales", (None,), "left out with precision bf16, which has no block scales"),

@@ -17,7 +17,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
 from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceCheckpoint, SourceTensor
-from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
+from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, ranks_of, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
 from hf_neuron_moe.convert.manifest import LeftModule, Network, Piece, WrittenTensor, grouped, grouped_names
@@ -341,19 +341,25 @@ def _lay_out(
 ) -> tuple[WrittenTensor, ...]:
     """Name the tensors to write and deal them out to shards, in natural order of the weights' names.
 
-    With tensor parallelism each rank has shards of its own, behind those of the tensors that are not split.
+    With tensor or expert parallelism each rank has shards of its own, behind those of the tensors that are not split.
     """
-    groups: dict[int | None, dict[str, list[WrittenTensor]]] = {None: {}}
-    for rank in [None] if options.tp_degree == 1 else range(options.tp_degree):
-        groups[rank] = {
-            name: [form.written(name) for form in stored_forms(weight, options, rank)]
-            for name, weight in weights.items()
-        }
+    if options.ep_degree > 1 and not any(weight.has_experts for weight in weights.values()):
+        fix = "Leave --ep-degree out."
+        raise ConversionError.about("ep_degree", "1 for a model without experts", options.ep_degree, fix)
+    groups: dict[str, dict[str, list[WrittenTensor]]] = {"neuron": {}}
+    for name, weight in weights.items():
+        for rank in ranks_of(weight, options):
+            written = [form.written(name) for form in stored_forms(weight, options, rank)]
+            stem = "neuron"
+            if rank is not None and written[0].ep_rank is None:
+                stem = f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}"
+            elif rank is not None:
+                stem = f"neuron-ep-{rank:02d}-of-{options.ep_degree:02d}"
+            groups.setdefault(stem, {})[name] = written
     for name, tensor in copied.items():
-        groups[None].setdefault(name, []).append(WrittenTensor(name, "", tensor.dtype, tensor.shape, SOURCE, name))
+        groups["neuron"].setdefault(name, []).append(WrittenTensor(name, "", tensor.dtype, tensor.shape, SOURCE, name))
     files = []
-    for rank, tensors in groups.items():
-        stem = "neuron" if rank is None else f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}"
+    for stem, tensors in groups.items():
         files += _shards(tensors, options.max_shard_bytes, stem)
     names = Counter(tensor.name for tensor in files)
     for name in sorted(name for name, count in names.items() if count > 1):

@@ -65,11 +65,15 @@ def _check_parameter(layer: Any, name: str) -> None:
 
 
 def _check_linear(layer: Any, name: str) -> None:
-    engine = installed(layer.base_layer)
-    if engine is not None and style_name(engine.style) not in ("colwise", "rowwise"):
-        expected = "a layer that tensor parallelism cuts colwise or rowwise, as peft can cut its adapters"
-        fix = "Leave it out of target_modules, or shard without tensor parallelism (fsdp_size, ep_size)."
-        raise UnsupportedModelError.about("the adapter", expected, style_name(engine.style), fix).named(name)
+    engine, weight = installed(layer.base_layer), layer.base_layer.weight
+    if engine is None:
+        return
+    style, more = style_name(engine.style), is_sharded(weight) and weight.device_mesh.size() > engine.mesh.size()
+    if style not in ("colwise", "rowwise") or more:
+        expected = "a layer that tensor parallelism alone cuts, colwise or rowwise, as peft can cut its adapters"
+        fix = "Leave it out of target_modules, or shard by fsdp_size and ep_size without tp_size."
+        got = f"{style} and FSDP" if more else style
+        raise UnsupportedModelError.about("the adapter", expected, got, fix).named(name)
 
 
 @contextmanager

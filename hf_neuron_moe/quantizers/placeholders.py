@@ -116,7 +116,7 @@ def _stand_in(
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
     form = candidate.form
     for role, tensor in whole.items():
-        sizes, stored = candidate.sizes, (None if form is None else tensor.tensor.shape[0], *tensor.sizes)
+        sizes, stored = candidate.sizes, (None if form is None else tensor.experts, *tensor.sizes)
         if form is not None and role == GATE_UP and not form.stacked:  # which may have rows for experts without down
             sizes = (candidate.module.get_parameter(form.gate_up).shape[0], *sizes[1:])
         if stored != sizes:
@@ -135,7 +135,7 @@ def _stand_in(
         got, fix = f"{whole[GATE_UP].layout} and {whole[DOWN].layout}", "The shards do not belong together."
         expected = "permuted both or neither"
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
-    _, held, experts = local_codes(candidate, tensors, engine)
+    held, experts = local_codes(candidate, tensors, engine)
     if form is not None and form.biased:
         held |= {name: torch.empty_like(candidate.module.get_parameter(name), device="meta") for name in BIASES}
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)

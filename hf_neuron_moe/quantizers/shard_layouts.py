@@ -60,7 +60,20 @@ class StoredTensor:
     padding: Mapping[str, int] = field(default_factory=dict)  # zeros at the end of its H and I axes
     file: str = ""
     tp_rank: int | None = None  # the tensor-parallel rank whose part it is; None for a whole one
+    ep_rank: int | None = None  # the expert-parallel rank whose experts it has; None where it has those of all
+    first_expert: int = 0
     parts: tuple[StoredTensor, ...] = ()  # of a tensor in parts: all of them, in the order of ranks
+
+    @property
+    def rank(self) -> str:
+        """What its name ends in: ``.tp0``, ``.ep0``, nothing for a whole one."""
+        found = {"tp": self.tp_rank, "ep": self.ep_rank}
+        return "".join(f".{kind}{rank}" for kind, rank in found.items() if rank is not None)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of the weight."""
+        return sum(part.tensor.shape[0] for part in (self.all if self.ep_rank is not None else self.all[:1]))
 
     @property
     def all(self) -> tuple[StoredTensor, ...]:
@@ -70,7 +83,8 @@ class StoredTensor:
     @property
     def facts(self) -> tuple[object, ...]:
         """What has to be the same wherever it is read."""
-        return self.layout, self.scale_layout, tuple(self.tensor.shape), sorted(self.padding.items())
+        shape, zeros = tuple(self.tensor.shape), sorted(self.padding.items())
+        return self.layout, self.scale_layout, shape, zeros, self.rank, self.first_expert
 
     @property
     def bf16_layout(self) -> Bf16Layout | None:
@@ -80,7 +94,7 @@ class StoredTensor:
     @property
     def halves(self) -> int:
         """How often the rows of its matrix go through the I axis: 2 for gate and up, 1 for up alone, 0 for down."""
-        return halves_in(self.name.removesuffix(f".tp{self.tp_rank}"))
+        return halves_in(self.name.removesuffix(self.rank))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -91,7 +105,7 @@ class StoredTensor:
         else:
             rows, columns = self.mx_layout(gate_up=self.halves > 0).matrix_shape(self.tensor.shape)
         hidden, inner = (columns, rows // self.halves) if self.halves else (rows, columns)
-        others = sum(part.sizes[1] for part in self.parts[1:])
+        others = 0 if self.tp_rank is None else sum(part.sizes[1] for part in self.parts[1:])
         return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0) + others
 
     @property
@@ -126,6 +140,8 @@ class _Fact:
     tp_rank: int | None = None
     padding: dict[str, int] | None = None
     weight: str = ""
+    ep_rank: int | None = None
+    first_expert: int = 0
 
 
 @public(WHERE)
@@ -141,16 +157,19 @@ def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
 
 def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors by the names that whole ones have, with the parts of those that ranks share."""
-    whole = {name: tensor for name, tensor in stored.items() if tensor.tp_rank is None}
+    whole = {name: tensor for name, tensor in stored.items() if not tensor.rank}
     shared: dict[str, list[StoredTensor]] = {}
     for name, tensor in stored.items():
-        if tensor.tp_rank is not None:
-            shared.setdefault(name.removesuffix(f".tp{tensor.tp_rank}"), []).append(tensor)
+        if tensor.rank:
+            shared.setdefault(name.removesuffix(tensor.rank), []).append(tensor)
     for name, parts in shared.items():
-        parts.sort(key=lambda part: part.tp_rank or 0)
-        if [part.tp_rank for part in parts] != list(range(len(parts))):
-            found = ", ".join(str(part.tp_rank) for part in parts)
-            raise damaged(f"tensor {name}", "parts of consecutive ranks, from 0 on", f"those of {found}")
+        kind = "ep" if parts[0].tp_rank is None else "tp"
+        parts.sort(key=lambda part: (part.ep_rank if part.tp_rank is None else part.tp_rank) or 0)
+        found, firsts = [part.rank for part in parts], [part.first_expert for part in parts]
+        counts = [part.tensor.shape[0] if kind == "ep" else 0 for part in parts]
+        follow = firsts == [sum(counts[:number]) for number in range(len(parts))]
+        if found != [f".{kind}{rank}" for rank in range(len(parts))] or not follow:
+            raise damaged(f"tensor {name}", "parts of consecutive ranks, from 0 on", f"those of {', '.join(found)}")
         whole[name] = replace(parts[0], name=name, parts=tuple(parts))
     return whole
 
@@ -187,10 +206,10 @@ def _stored(path: str, tensor: SourceTensor, fact: _Fact) -> StoredTensor:
         expected = f"of the dtype of {fact.layout}, {' or '.join(allowed)}"
         raise damaged(f"tensor {tensor.name}", expected, tensor.dtype)
     padding = fact.padding or {}
-    numbers = (*padding.values(), fact.tp_rank or 0)
+    numbers = (*padding.values(), fact.tp_rank or 0, fact.ep_rank or 0, fact.first_expert)
     if len(tensor.shape) not in axes or 0 in tensor.shape or not all(map(is_natural, numbers)):
         got = f"shape {list(tensor.shape)} with {padding or 'no'} zeros"
         raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got)
     described = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")
-    place = (padding, path, fact.tp_rank)
+    place = (padding, path, fact.tp_rank, fact.ep_rank, fact.first_expert)
     return StoredTensor(tensor.name, fact.layout, described, fact.scale_layout, fact.orientation or FORWARD, *place)

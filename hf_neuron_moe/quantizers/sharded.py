@@ -10,7 +10,7 @@ E experts, F rows and K columns of a matrix (gate_up ``[2I, H]``, down ``[H, I]`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +41,7 @@ class Reading:
     hook: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        module, names = self.candidate.module, list(stock_rows(self.candidate))
-
-        def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-            for name in names:
-                state.pop(prefix + name, None)
-
-        self.hook = module.register_state_dict_post_hook(hide)
-        for owner in (module, *(stock_slot(module, name)[0] for name in names)):
-            owner._is_hf_initialized = True  # type: ignore[assignment] # else its weights get random values
+        self.hook = hidden(self.candidate.module, list(stock_rows(self.candidate)))
 
     @property
     def rules(self) -> dict[str, str]:
@@ -74,6 +66,18 @@ class Reading:
             else:
                 value = weight[...].to(device=device, dtype=param.dtype).contiguous()
             owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
+
+
+def hidden(module: nn.Module, names: Collection[str]) -> Any:
+    """Take tensors out of the sight of transformers' loader; the handle's ``remove`` brings them back."""
+
+    def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in names:
+            state.pop(prefix + name, None)
+
+    for owner in (module, *(stock_slot(module, name)[0] for name in names)):
+        owner._is_hf_initialized = True  # type: ignore[assignment] # else its weights get random values
+    return module.register_state_dict_post_hook(hide)
 
 
 def stock_rows(candidate: Candidate) -> dict[str, tuple[str, Tensor]]:
@@ -124,29 +128,40 @@ class StockWeight:
 
     def _read(self, experts: range | None, rows_R: Tensor, columns: range) -> Tensor:
         """Rows and columns of the forward matrix, of a range of experts."""
+        if not self.stored.parts:
+            return _rows(self.stored, experts, self._stored_rows(self.stored, 0, rows_R)[1], columns, self.slices)
         leading = () if experts is None else (len(experts),)
-        result: Tensor | None = None
+        result = torch.zeros(*leading, len(rows_R), len(columns), dtype=torch.bfloat16)
         for part, first in _parts(self.stored):
-            width, inner = part.width, part.sizes[1]
-            if self.stored.halves:  # the part's rows are of each half
-                half_R = torch.div(rows_R, self.stored.sizes[1], rounding_mode="floor")
-                place_R = rows_R - half_R * self.stored.sizes[1] - first
-                (at_R,) = ((place_R >= 0) & (place_R < inner)).nonzero(as_tuple=True)
-                found = _rows(part, experts, (place_R + half_R * width)[at_R], columns, self.slices)
-                where: tuple[Any, ...] = (..., at_R, slice(None))
-            else:
-                start, stop = max(columns.start, first), min(columns.stop, first + inner)
-                if start >= stop:
-                    continue
-                found = _rows(part, experts, rows_R, range(start - first, stop - first), self.slices)
-                where = (..., slice(start - columns.start, stop - columns.start))
-            if not self.stored.parts:
-                return found
-            if result is None:
-                result = found.new_empty(*leading, len(rows_R), len(columns))
-            result[where] = found
-        assert result is not None
+            own, here, at_C = experts, columns, slice(None)
+            if experts is not None and part.ep_rank is not None:
+                own = overlap(experts, part.first_expert, len(part.tensor))
+            if not self.stored.halves:
+                here = overlap(columns, first, part.sizes[1])
+                at_C = slice(here.start + first - columns.start, here.stop + first - columns.start)
+            at_R, stored_R = self._stored_rows(part, first, rows_R)
+            if (own is None or own) and here and len(stored_R):
+                target = result
+                if own is not None and experts is not None:
+                    target = result[own.start + part.first_expert - experts.start :][: len(own)]
+                target[..., at_R, at_C] = _rows(part, own, stored_R, here, self.slices)
         return result
+
+    def _stored_rows(self, part: StoredTensor, first: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of these rows a part has, and where; its intermediate values begin with `first`."""
+        if not self.stored.halves:
+            return torch.arange(len(rows_R)), rows_R
+        inner = self.stored.sizes[1]
+        half_R = torch.div(rows_R, inner, rounding_mode="floor")
+        place_R = rows_R - half_R * inner - first
+        (at_R,) = ((place_R >= 0) & (place_R < part.sizes[1])).nonzero(as_tuple=True)
+        return at_R, (place_R + half_R * part.width)[at_R]
+
+
+def overlap(wanted: range, first: int, count: int) -> range:
+    """What of a range a part has that begins at `first`, counted from there."""
+    start = max(wanted.start, first)
+    return range(start - first, max(start, min(wanted.stop, first + count)) - first)
 
 
 def _parts(stored: StoredTensor) -> Iterator[tuple[StoredTensor, int]]:
@@ -154,7 +169,7 @@ def _parts(stored: StoredTensor) -> Iterator[tuple[StoredTensor, int]]:
     first = 0
     for part in stored.all:
         yield part, first
-        first += part.sizes[1]
+        first += part.sizes[1] if part.ep_rank is None else 0
 
 
 def _rows(part: StoredTensor, experts: range | None, rows_R: Tensor, columns: range, slices: Slices) -> Tensor:

@@ -8,11 +8,11 @@ range of each tensor. Groups of codes run along I, so that tensor parallelism ta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.engine import group_of, installed, style_name
@@ -21,7 +21,7 @@ from hf_neuron_moe.modules.experts_calls import ROUTED
 from hf_neuron_moe.modules.quantized_blocks import BIASES, QuantizedBlock, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
-from hf_neuron_moe.quantizers.sharded import Slices
+from hf_neuron_moe.quantizers.sharded import Slices, hidden, overlap
 
 WHOLE = "Convert the original again without --tp-degree, or load it with tp_size of that degree."
 
@@ -36,15 +36,7 @@ class CodeReading:
     hook: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        names = list(self.stored)
-
-        def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-            for name in names:
-                state.pop(prefix + name, None)
-
-        self.hook = self.block.register_state_dict_post_hook(hide)
-        for module in self.block.modules():
-            module._is_hf_initialized = True  # type: ignore[assignment]
+        self.hook = hidden(self.block, self.stored.keys())
         if self.experts:
             self.block.num_experts = self.experts  # type: ignore[assignment] # what the engine's exchange reads
             self.block._is_expert_parallel = True  # type: ignore[assignment]
@@ -67,34 +59,38 @@ class CodeReading:
 
     @property
     def _parts(self) -> int:
-        return len(next(iter(self.stored.values())).all)
+        return _tensor_parts(next(iter(self.stored.values())))
 
     def finish(self, slices: Slices, device: torch.device, model: Any) -> None:
         """Read this process's codes and scales, and show them to ``state_dict``."""
         self.hook.remove()
-        block, meshes = self.block, model._mesh_manager
+        block, divided = self.block, self._parts > 1
         own = slice(None)
         if self.experts:
-            first = meshes.get_mesh("ep").get_local_rank() * self.experts
+            first = model._mesh_manager.get_mesh("ep").get_local_rank() * self.experts
             own = slice(first, first + self.experts)
             for name in BIASES:
                 if name in block._buffers:
                     block.register_buffer(name, block.get_buffer(name)[own].clone())
-        rank = meshes.get_mesh("tp").get_local_rank() if self._parts > 1 else 0
+        rank = model._mesh_manager.get_mesh("tp").get_local_rank() if divided else 0
         for name, stored in self.stored.items():
-            block._hold(name, slices(stored.all[rank])[own].to(device))
+            parts = [stored.all[rank]] if stored.ep_rank is None else stored.all
+            wanted = range(stored.experts)[own]
+            ranges = [(part, overlap(wanted, part.first_expert, len(part.tensor))) for part in parts]
+            pieces = [slices(part)[here.start : here.stop] for part, here in ranges if here]
+            block._hold(name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(device))
         found = installed(block)
         if self.experts and found is not None:  # weights of experts go with the tokens, as in a patched block
             del block.__dict__["forward"]
             found.again(block, implementation_for(found.experts))
-        if self._parts > 1 and isinstance(block, QuantizedSwiGLUMLP):
-            block.neuron_group = group_of(meshes.get_mesh("tp"))
+        if divided and isinstance(block, QuantizedSwiGLUMLP):
+            block.neuron_group = group_of(model._mesh_manager.get_mesh("tp"))
 
 
 def local_codes(
     candidate: Candidate, tensors: Mapping[str, StoredTensor], engine: Mapping[str, int]
-) -> tuple[dict[str, StoredTensor], dict[str, Tensor], int]:
-    """Return what a process has of a module: its tensors in the files, their forms here, its number of experts.
+) -> tuple[dict[str, Tensor], int]:
+    """Return what a process has of a module: the forms of its tensors, on the meta device, and its number of experts.
 
     The number is 0 where experts are not divided. Raise where these tensors cannot be divided so.
     """
@@ -104,12 +100,16 @@ def local_codes(
     for reason, expected, got, fix in _reasons(candidate, tensors, wanted, ep if by_expert else 1):
         if reason:
             raise UnsupportedModelError.about(expected[0], expected[1], got, fix)
-    own = {name: replace(tensor.all[0], parts=()) for name, tensor in tensors.items()}
-    experts = 0
-    if by_expert:
-        experts = next(iter(own.values())).tensor.shape[0] // ep
-    forms = {name: stored.tensor[:experts] if by_expert else stored.tensor for name, stored in own.items()}
-    return own, forms, experts
+    if form is None:
+        return {name: tensor.tensor for name, tensor in tensors.items()}, 0
+    counts = {name: tensor.experts // (ep if by_expert else 1) for name, tensor in tensors.items()}
+    forms = {name: each.tensor.new_empty(counts[name], *each.tensor.shape[1:]) for name, each in tensors.items()}
+    return forms, max(counts.values()) if by_expert else 0
+
+
+def _tensor_parts(tensor: StoredTensor) -> int:
+    """Number of tensor-parallel ranks that share a tensor."""
+    return len(tensor.all) if tensor.tp_rank is not None else 1
 
 
 def _reasons(
@@ -117,7 +117,7 @@ def _reasons(
 ) -> Iterator[tuple[bool, tuple[str, str], Any, str]]:
     """Yield what has to hold: whether it does not, the argument and what it has to be, what it is, the remedy."""
     form, any_tensor = candidate.form, next(iter(tensors.values()))
-    parts, name = len(any_tensor.all), candidate.name
+    parts, name = _tensor_parts(any_tensor), candidate.name
     if wanted > 1:
         fix = f"Convert the original again with --tp-degree {wanted}, or load it with tp_size={parts}."
         expected = f"{wanted}: codes of {name} are not cut again, their groups run along the cut"
@@ -129,7 +129,7 @@ def _reasons(
     yield parts != wanted, ("tp_degree", expected), parts, fix
     if form is None:
         return
-    experts = any_tensor.tensor.shape[0]
+    experts = any_tensor.experts
     sizes = ", ".join(str(size) for size in range(2, experts + 1) if experts % size == 0)
     fix = f"Choose an ep_size that divides them ({sizes})."
     yield experts % ep > 0, ("ep_size", f"a divisor of the {experts} experts of {name}"), ep, fix

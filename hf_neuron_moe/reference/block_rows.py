@@ -94,25 +94,18 @@ def block_rows(
     token_R = ids[slot_R]
     pairs = torch.bincount(token_R * experts + expert_R, minlength=1)
     _require(int(pairs.max()) <= 1, name, "made of tokens that occur once per expert", "a repeated pair")
-    runs, first_slots = _runs(slot_R, expert_R, block_size, experts)
-    if without_gaps and -1 in first_slots:
-        expert = runs[first_slots.index(-1)][0]
-        _require(False, name, "filled without gaps per expert", f"gaps at expert {expert}")
-    return BlockRows(slot_R, token_R, expert_R, runs, blocks, block_size, first_slots)
-
-
-def _runs(
-    slot_R: Tensor, expert_R: Tensor, block_size: int, experts: int
-) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return the experts' runs of rows and their first slots; one copy to the host."""
     count_E = torch.bincount(expert_R, minlength=experts)
     end_E = count_E.cumsum(0)
     padded = torch.nn.functional.pad(slot_R, (0, 1))  # so that an idle last expert reads something
     first_E, last_E = padded[end_E - count_E], padded[(end_E - 1).clamp(min=0)]
     dense_E = (last_E - first_E == count_E - 1) & (first_E % block_size == 0)
-    table = torch.stack([count_E, end_E, torch.where(dense_E, first_E, -1)], 1).tolist()
+    table = torch.stack([count_E, end_E, torch.where(dense_E, first_E, -1)], 1).tolist()  # one copy to the host
     busy = [(expert, *row) for expert, row in enumerate(table) if row[0]]
-    return [(expert, end - count, end) for expert, count, end, _ in busy], [first for *_, first in busy]
+    runs, first_slots = [(expert, end - count, end) for expert, count, end, _ in busy], [row[3] for row in busy]
+    if without_gaps and -1 in first_slots:
+        expert = runs[first_slots.index(-1)][0]
+        _require(False, name, "filled without gaps per expert", f"gaps at expert {expert}")
+    return BlockRows(slot_R, token_R, expert_R, runs, blocks, block_size, first_slots)
 
 
 def check_block_size(size: object, argument: str = "block_size") -> None:
@@ -143,19 +136,15 @@ def check_sink_row(given: Mapping[str, Any], skip_dma: SkipMode | None) -> None:
     rows = len(given["hidden_states"])
     for name in ("hidden_states", "expert_affinities_masked"):
         tensor = given[name]
-        if not _has_values(tensor):
+        if torch.compiler.is_compiling():  # first: the rest cannot be traced
+            continue
+        if tensor.is_meta or isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor):
             continue
         last = tensor[-(len(tensor) // max(rows, 1)) :]  # one row, or a row's E affinities
         if not last.numel() or bool(last.any()):
             got = f"row {rows - 1} with nonzero values" if rows else "no rows"
             fix = "Append a row of zeros, or pass SkipMode(skip_token=True) and a plan built with skip_token=True."
             raise ShapeError.about(name, "given with a sink row of zeros as its last row", got, fix)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # first: the rest cannot be traced
-        return False
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor))
 
 
 def check_one_block_per_expert(block_to_expert: Tensor, experts: int, expected: str, fix: str) -> None:

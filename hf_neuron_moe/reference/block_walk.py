@@ -90,7 +90,8 @@ def with_sink_row(problem: Problem) -> Problem:
     given, scales = problem.given, problem.scales
     if not given.skip_dma.skip_token:
         return problem
-    hidden, affinities = (pad(rows, (0, 0, 0, 1)) for rows in (problem.hidden, affinity_rows(problem)))
+    affinities_TE = given.expert_affinities_masked.reshape(-1, problem.experts)
+    hidden, affinities = (pad(rows, (0, 0, 0, 1)) for rows in (problem.hidden, affinities_TE))
     factors = (scales.gate_up_in_T, scales.down_in_T)
     gate_up_in_T, down_in_T = (None if factor is None else pad(factor, (0, 0, 0, 1)) for factor in factors)
     return replace(
@@ -98,11 +99,6 @@ def with_sink_row(problem: Problem) -> Problem:
         given=replace(given, hidden_states=hidden, expert_affinities_masked=affinities),
         scales=replace(scales, gate_up_in_T=gate_up_in_T, down_in_T=down_in_T),
     )
-
-
-def affinity_rows(problem: Problem) -> Tensor:
-    """Return the affinities as ``[T', E]``."""
-    return problem.given.expert_affinities_masked.reshape(-1, problem.experts)
 
 
 def turns(problem: Problem) -> Iterator[Turn]:
@@ -185,7 +181,7 @@ class BlockWalk:
         token_B = given.token_position_to_id.reshape(-1)[slots].long()
         token_B = torch.where(token_B < 0, self.sink, token_B)
         expert = min(int(given.block_to_expert.reshape(-1)[block]), experts - 1)
-        affinity_B1 = affinity_rows(self.problem)[token_B, expert, None].float()
+        affinity_B1 = given.expert_affinities_masked.reshape(-1, experts)[token_B, expert, None].float()
         if "pre_scale_first_tile" in given.upstream_bugs:
             affinity_B1 = affinity_B1[torch.arange(len(affinity_B1)) % BANK]
         if "skip_token_pre_scale_zero" in given.upstream_bugs:
@@ -206,10 +202,13 @@ class BlockWalk:
         x_BH = x.take(whole).to(self.operand).float()
         gate_BI, up_BI = (x_BH.new_zeros((len(x_BH), len(weights.up_IH))) for _ in range(2))
         for share in parts:
+            contraction = None
+            if self.problem.mx:  # a tile is 128 partitions of 4 lanes that lie H / 4 apart
+                place_H = torch.arange(x_BH[:, share.hidden].shape[1], device=x_BH.device).view(LANES, -1, PARTITIONS)
+                contraction = [place_H[:, tile].reshape(-1) for tile in range(place_H.shape[1])]
             for half, (sums_BI, weight_IH) in enumerate(zip((gate_BI, up_BI), weights[:2])):
                 if half == 1 or rows.needs_gate:
                     left_BH, right_HI = x_BH[:, share.hidden], weight_IH[share.inner, share.hidden].t()
-                    contraction = self.hidden_tiles(left_BH.shape[1])
                     product = tiled_product(left_BH, right_HI, rows=BANK, columns=PARTITIONS, contraction=contraction)
                     sums_BI[:, share.inner] += product
         columns = Span(0, len(weights.up_IH), len(weights.up_IH))
@@ -218,13 +217,6 @@ class BlockWalk:
             for half, values_BI in enumerate((gate_BI, up_BI)):
                 self.gate_up_N2IB[block, half] = values_BI[:, : self.problem.inner].t()
         return rows.intermediate(gate_BI, up_BI, whole, columns)
-
-    def hidden_tiles(self, hidden: int) -> list[slice | Tensor] | None:
-        """Return the contraction tiles along H; an MX tile is 128 partitions of 4 lanes that lie H / 4 apart."""
-        if not self.problem.mx:
-            return None
-        place_H = torch.arange(hidden, device=self.hidden_TH.device).view(LANES, -1, PARTITIONS)
-        return [place_H[:, tile].reshape(-1) for tile in range(place_H.shape[1])]
 
     def down(self, inter_BI: Tensor, weights: FFNWeights, parts: Sequence[Share]) -> Tensor:
         """Return the down sums ``[B, H]``: the cores' parts along I added, those along H side by side."""

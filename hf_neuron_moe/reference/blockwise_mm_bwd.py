@@ -25,7 +25,6 @@ Sources: nki-library 2.29 ``experimental.moe.bwd.blockwise_mm_backward``; 2.31 (
 
 from __future__ import annotations
 
-import functools
 import warnings
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,7 +35,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.checks import Rule, check_rules
 from hf_neuron_moe.errors import NeuronMoEWarning, public
-from hf_neuron_moe.reference.activations import act_, act_slope
+from hf_neuron_moe.reference.activations import BY_TYPE
 from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert, check_sink_row
 from hf_neuron_moe.reference.blockwise_arguments import (
     BackwardArguments,
@@ -132,9 +131,8 @@ def _affinity_bias(given: BackwardArguments, options: Options) -> Tensor | None:
 
 def _gating(given: BackwardArguments, options: Options) -> Gating | None:
     """Return the gate's rule, or None for plain SiLU."""
-    limits, kind = given.clamps, options.activation
+    limits, activation = given.clamps, BY_TYPE[options.activation]
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up, skip_gate=given.skip_gate_proj)
-    if kind is not ActFnType.SiLU:
-        act, slope = functools.partial(act_, kind=kind), functools.partial(act_slope, kind=kind)
-        return replace(gating, act_=act, act_slope=slope)
+    if options.activation is not ActFnType.SiLU:
+        return replace(gating, act_=activation.value_, act_slope=activation.slope)
     return None if gating == Gating() else gating

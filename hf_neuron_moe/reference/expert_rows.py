@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch
 from hf_neuron_moe.backends.torch.ffn_forward import RowSource
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
-from hf_neuron_moe.reference.activations import act_
+from hf_neuron_moe.reference.activations import BY_TYPE
 from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
 from hf_neuron_moe.reference.moe_cte_saved import clamp_
 from hf_neuron_moe.reference.mx_experts import ActivationQuantizer, quantize_static_
@@ -90,12 +90,12 @@ class ExpertRows:
     def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:
         """Return the rounded, for MX quantized, product of activation and up."""
         problem, affinity_R1 = self.problem, self.affinity_R1[rows.start : rows.stop]
-        kind, skip_gate = problem.given.activation_function, problem.given.skip_gate_proj
+        act_, skip_gate = BY_TYPE[problem.given.activation_function].value_, problem.given.skip_gate_proj
         if problem.place is Place.PRE_ACTIVATIONS:
             up_RI.mul_(affinity_R1)
             if not skip_gate:
                 gate_RI.mul_(affinity_R1)
-        product = act_(up_RI, kind) if skip_gate else act_(gate_RI, kind).mul_(up_RI)
+        product = act_(up_RI) if skip_gate else act_(gate_RI).mul_(up_RI)
         if problem.place is Place.INTERMEDIATE:
             product.mul_(affinity_R1)
         self._round_(product, torch.float32 if problem.mx and problem.golden else problem.rounded)

@@ -69,11 +69,6 @@ def forward(arguments: Arguments, *, shard_hidden: bool = False) -> MoEForward:
     problem = with_bugs(check_arguments(arguments))
     if arguments.walks:
         return MoEForward(*walk(problem, shard_hidden=shard_hidden))
-    return _fast(problem)
-
-
-def _fast(problem: Problem) -> MoEForward:
-    """Compute expert by expert, with fp32 sums over all blocks."""
     plain = _is_plain(problem)
     loader, saved = epilogue_loader(problem), saved_blocks(problem)
     if plain:

@@ -104,7 +104,13 @@ class Problem:
 def check_arguments(given: Arguments) -> Problem:
     """Check a call against the documented rules and resolve its options."""
     given = resolved(given)
-    _check_tensors(given)
+    for name in ("hidden_states", *ROUTING):
+        check_dtype(getattr(given, name), ROUTING.get(name, FLOATS), name)
+    check_layouts(vars(given), {"hidden_states": "[T', H]"})
+    check_same_device({name: value for name, value in vars(given).items() if isinstance(value, Tensor)})
+    if given.kind not in MX:
+        check_dtype(given.gate_up_proj_weight, (*FLOATS, FP8), "gate_up_proj_weight", _ALIKE)
+        check_dtype(given.down_proj_weight, (given.gate_up_proj_weight.dtype,), "down_proj_weight", _ALIKE)
     mx = read_mx_weights(given) if given.kind in MX else None
     sizes = check_layouts(vars(given), LAYOUTS if mx is None else MX_LAYOUTS)
     experts, inner = sizes["E"], sizes["I"]
@@ -113,7 +119,11 @@ def check_arguments(given: Arguments) -> Problem:
     check_sink_row(vars(given), given.skip_dma)
     if given.limited:
         check_rules(device_limits(given, sizes))
-        _check_fp8_range(given)
+        for name in ("gate_up_proj_weight", "down_proj_weight"):
+            weight = getattr(given, name)
+            if weight.dtype == FP8 and bool(((weight.view(torch.uint8) & 0x7F) > _LARGEST_E4M3).any()):
+                expected = "made of magnitudes up to 240 (the device's e4m3 has no 256 to 448)"
+                raise DTypeError.about(name, expected, "a larger one", "Quantize to a range of 240.")
     plan = block_rows(given.token_position_to_id, given.block_to_expert, given.block_size, given.tokens, experts)
     _check_plan(plan, given, experts)
     check_rules(_condition_rules(given, plan, experts))
@@ -132,26 +142,6 @@ def check_arguments(given: Arguments) -> Problem:
         mx=mx is not None,
         mx_rule=_mx_rule(given, online=mx is not None and scales.static_inputs is None),
     )
-
-
-def _check_tensors(given: Arguments) -> None:
-    """Check hidden states, affinities and the plan's tensors, and that all operands share a device."""
-    for name in ("hidden_states", *ROUTING):
-        check_dtype(getattr(given, name), ROUTING.get(name, FLOATS), name)
-    check_layouts(vars(given), {"hidden_states": "[T', H]"})
-    check_same_device({name: value for name, value in vars(given).items() if isinstance(value, Tensor)})
-    if given.kind not in MX:
-        check_dtype(given.gate_up_proj_weight, (*FLOATS, FP8), "gate_up_proj_weight", _ALIKE)
-        check_dtype(given.down_proj_weight, (given.gate_up_proj_weight.dtype,), "down_proj_weight", _ALIKE)
-
-
-def _check_fp8_range(given: Arguments) -> None:
-    """Raise for FP8 weights above 240, where the device's e4m3 ends."""
-    for name in ("gate_up_proj_weight", "down_proj_weight"):
-        weight = getattr(given, name)
-        if weight.dtype == FP8 and bool(((weight.view(torch.uint8) & 0x7F) > _LARGEST_E4M3).any()):
-            expected = "made of magnitudes up to 240 (the device's e4m3 has no 256 to 448)"
-            raise DTypeError.about(name, expected, "a larger one", "Quantize to a range of 240.")
 
 
 def _expert_weights(given: Arguments, scales: Scales) -> Callable[[int], FFNWeights]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_neuron_moe.reference.activations import act
+from hf_neuron_moe.reference.activations import BY_TYPE
 from hf_neuron_moe.reference.block_rows import BlockRows
 from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
 
@@ -80,10 +80,10 @@ def saved_buffers(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
     if not problem.saves:
         return None, None
     N, B, new = problem.rows.blocks, problem.rows.block_size, problem.hidden.new_empty
-    gate_up = new((N, 2, problem.inner, B), dtype=problem.saved_dtype)
-    if problem.place is Place.INTERMEDIATE:
-        return gate_up, None
-    return gate_up, new((N, B, problem.hidden.shape[1]), dtype=problem.saved_dtype)
+    down = (
+        None if problem.place is Place.INTERMEDIATE else new((N, B, len(problem.hidden[0])), dtype=problem.saved_dtype)
+    )
+    return new((N, 2, problem.inner, B), dtype=problem.saved_dtype), down
 
 
 def saved_blocks(problem: Problem) -> SavedBlocks | None:
@@ -105,8 +105,8 @@ def _idle_slots(problem: Problem, block_to_expert: Tensor) -> tuple[Tensor, Tens
     idle_EH = problem.affinity_R.new_zeros((problem.experts, problem.hidden.shape[1]))
     nonzero = problem.bias_E2I is not None or problem.given.clamped
     if nonzero and problem.place not in (Place.INTERMEDIATE, Place.PRE_ACTIVATIONS):
-        kind, up_EI = problem.given.activation_function, idle_E2I[:, 1]
-        product_EI = act(up_EI, kind) if problem.given.skip_gate_proj else act(idle_E2I[:, 0], kind) * up_EI
+        act, up_EI = BY_TYPE[problem.given.activation_function].value, idle_E2I[:, 1]
+        product_EI = act(up_EI) if problem.given.skip_gate_proj else act(idle_E2I[:, 0]) * up_EI
         product_EI = product_EI.to(problem.rounded).float()
         for expert in block_to_expert.unique().tolist():
             idle_EH[expert] = problem.weights(expert).down_HI.float() @ product_EI[expert]

@@ -70,19 +70,15 @@ def signature_of(kernel: Kernel) -> inspect.Signature:
     for name in (*kernel.positional.split(), *keywords):
         declared = known[_RENAMED.get(name, name)]
         kind = Parameter.KEYWORD_ONLY if name in keywords else Parameter.POSITIONAL_OR_KEYWORD
-        default, annotation = _default(kernel, name, declared.default), declared.annotation
+        annotation, default, text = declared.annotation, declared.default, kernel.defaults.get(name)
+        if isinstance(default, Enum) and text is not None:
+            default = type(default)[text]
+        else:
+            default = {None: default, "None": None, "required": Parameter.empty}[text]
         if default is None and "None" not in str(annotation):
             annotation = f"{annotation} | None"
         parameters.append(declared.replace(name=name, kind=kind, default=default, annotation=annotation))
     return inspect.Signature(parameters, return_annotation="MoEForward")
-
-
-def _default(kernel: Kernel, name: str, declared: Any) -> Any:
-    """Return the default of an argument: what the kernel's row says, or what is `declared`."""
-    text = kernel.defaults.get(name)
-    if isinstance(declared, Enum) and text is not None:
-        return type(declared)[text]
-    return {None: declared, "None": None, "required": Parameter.empty}[text]
 
 
 def direct(name: str, module: str) -> Callable[..., MoEForward]:

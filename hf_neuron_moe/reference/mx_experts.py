@@ -100,7 +100,14 @@ def read_mx_weights(given: Arguments) -> MXExperts:
         raise ConfigError.about("gate_up_proj_scale", f"given with {given.kind.name}", "None", fix)
     options, hidden = given.spec.shard_on_block, given.hidden_states.shape[1]
     check_multiple(hidden, TILE, "H of hidden_states", "MX tiles along H are 512")
-    fmt = _format(gate_up, options.weight_dtype)
+    check_dtype(gate_up, tuple(_WORDS), "gate_up_proj_weight", _AS_WORDS)
+    formats, expected = _FP8_FORMATS, "None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words"
+    fix = "32-bit words hold four fp8 codes; None means e4m3."
+    if _WORDS[gate_up.dtype] == torch.int16:
+        formats, expected, fix = {None: E2M1}, "None with 16-bit words", "16-bit words hold four fp4 e2m1 codes."
+    if options.weight_dtype not in formats:
+        raise ConfigError.about("weight_dtype", expected, options.weight_dtype, fix)
+    fmt = formats[options.weight_dtype]
     check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), "down_proj_weight", _AS_WORDS)
     sizes = {"H": hidden, "H/512": hidden // TILE}
     inner = check_layouts({"gate_up_proj_weight": gate_up}, MX_LAYOUTS, **sizes)["I"]
@@ -114,18 +121,6 @@ def read_mx_weights(given: Arguments) -> MXExperts:
     gate_up_bytes = _scale_bytes(gate_up_scale, gate_up, options.use_packed_scales, "gate_up_proj_scale")
     down_bytes = _scale_bytes(down_scale, down, options.use_packed_scales, "down_proj_scale")
     return MXExperts(*words, gate_up_bytes, down_bytes, fmt)
-
-
-def _format(words: Tensor, weight_dtype: torch.dtype | None) -> ElementFormat:
-    """Return the element format of words."""
-    check_dtype(words, tuple(_WORDS), "gate_up_proj_weight", _AS_WORDS)
-    formats, expected = _FP8_FORMATS, "None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words"
-    fix = "32-bit words hold four fp8 codes; None means e4m3."
-    if _WORDS[words.dtype] == torch.int16:
-        formats, expected, fix = {None: E2M1}, "None with 16-bit words", "16-bit words hold four fp4 e2m1 codes."
-    if weight_dtype not in formats:
-        raise ConfigError.about("weight_dtype", expected, weight_dtype, fix)
-    return formats[weight_dtype]
 
 
 def _scale_bytes(scale: Tensor, words: Tensor, packed: bool, argument: str) -> Tensor:

@@ -105,7 +105,11 @@ def router_topk(given: RouterArguments) -> list[Tensor | None]:
     check_layouts(vars(given), _OUTPUTS, **given.sizes)
     if given.device_limits if given.device_limits is not None else given.x.dtype != torch.float32:
         check_rules(_device_rules(given, act))
-    logits_TE = _logits(given)
+    # Float64 for fp32 operands; products of bf16 values are exact in fp32, only sums round.
+    x, w, w_bias = given.x, given.w, given.w_bias
+    wide = torch.float64 if x.dtype == torch.float32 and x.device.type not in _WITHOUT_FLOAT64 else torch.float32
+    logits_TE = (x.t() if given.transposed else x).to(wide) @ w.to(wide)
+    logits_TE = logits_TE if w_bias is None else logits_TE + w_bias.to(wide).reshape(1, -1)
     # The logits that are returned decide, so that experts whose fp32 logits are equal are in order of their numbers.
     # A stable sort, so that ties are broken as argsort of the negated logits does: lower expert first.
     order_TE = torch.sort(logits_TE.detach().to(torch.float32), dim=-1, descending=True, stable=True).indices
@@ -115,14 +119,6 @@ def router_topk(given: RouterArguments) -> list[Tensor | None]:
     affinity_dtype = dtypes["expert_affinities"]
     results = [logits_TE.to(dtypes["router_logits"]), index, affinities_TE.to(affinity_dtype)]
     return [*results, selected_TK.to(affinity_dtype)] if given.return_eager_affi else results
-
-
-def _logits(given: RouterArguments) -> Tensor:
-    """Return ``[T, E]``, float64 for fp32 operands; products of bf16 values are exact in fp32, only sums round."""
-    x, w, w_bias = given.x, given.w, given.w_bias
-    wide = torch.float64 if x.dtype == torch.float32 and x.device.type not in _WITHOUT_FLOAT64 else torch.float32
-    logits_TE = (x.t() if given.transposed else x).to(wide) @ w.to(wide)
-    return logits_TE if w_bias is None else logits_TE + w_bias.to(wide).reshape(1, -1)
 
 
 class _Sigmoid(torch.autograd.Function):

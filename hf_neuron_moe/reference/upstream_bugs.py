@@ -104,9 +104,8 @@ def with_backward_bugs(given: BackwardArguments, options: Options) -> tuple[Back
 
 def _check_names(names: tuple[str, ...], known: Mapping[str, str], applying: tuple[str, ...]) -> None:
     for name in names:
-        fix = (
-            f"known_bugs returns the names that can change a call.{'' if name in known else nearest(name, list(known))}"
-        )
+        hint = "" if name in known else nearest(name, list(known))
+        fix = f"known_bugs returns the names that can change a call.{hint}"
         rule = f"made of the faults of this call ({', '.join(applying) or 'none'})"
         check_rules([Rule(name in applying, "upstream_bugs", rule, repr(name), fix)])
 

@@ -12,21 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 from hf_neuron_moe.modules.block import put_parameter
 from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
+from hf_neuron_moe.training.other_ranks import Exchange, Routing, Traffic
 from hf_neuron_moe.training.saved_tensors import local_part
 
 _MESHES = (("pp", "dp_replicate", "fsdp", "tp"), ("pp", "dp_replicate", "efsdp", "ep"))
@@ -36,15 +33,6 @@ _AXES = {"colwise": -2, "packed_colwise": -2, "rowwise": -1}
 """The axis that a style cuts, of styles after which no activation is gathered."""
 
 Prepared = Callable[[Any], nn.Module]
-
-_COLLECTIVES = {
-    "c10d::allreduce_": ("tp", 2),
-    "_c10d_functional::all_reduce": ("tp", 2),
-    "_c10d_functional::all_gather_into_tensor": ("tp", 1),
-    "_c10d_functional::reduce_scatter_tensor": ("tp", 1),
-    "_c10d_functional::all_to_all_single": ("ep", 1),
-}
-"""Operators of torch: whose ranks take part, and how often a ring sends the larger of input and output."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,7 @@ class Held:
     trained: tuple[Tensor, ...]  # this rank's parts of the trained parameters, on the meta device
     numbers: tuple[int, int]  # of parameters, and of trained ones, of the model
     computing: tuple[int, int] = (0, 0)  # weights that the rank computes with: those of experts last, the others first
-    gathered: int = 0  # FSDP's largest group, and as much again for the group that it fetches ahead
+    gathered: int = 0  # of two groups that follow each other: the one in use, and the one that FSDP fetches ahead
     sent: int = 0  # in a step, to gather weights in both passes and to reduce gradients
 
 
@@ -98,18 +86,9 @@ class RankEstimate:
 
     layout: Mapping[str, int | None]  # the fields of :class:`Layout`
     devices: int
-    gathered_bytes: int  # weights that FSDP has gathered at one time: of its largest group, twice
+    gathered_bytes: int  # weights that FSDP has gathered at one time: of two groups that follow each other
     exchanged_bytes: int  # what one layer's experts send and receive of tokens in a forward, there and back
     sent_bytes: int  # what the rank sends in a step of the stock model
-
-
-@dataclass
-class Exchange:
-    """What the collectives of a forward and its backward move; those of FSDP are not among them."""
-
-    sent: float = 0.0  # bytes that this rank sends
-    all_to_all: int = 0  # bytes of the inputs and outputs of one layer's exchanges in the forward
-    gradients: int = 0  # bytes of all gradients before FSDP reduces them
 
 
 def refused_layout(layout: Layout, reason: str) -> ConfigError:
@@ -200,9 +179,9 @@ class OneRank:
     @cached_property
     def exchange(self) -> Exchange:
         """What the stock model's collectives move; read first while the model is not patched."""
-        traffic = Traffic(self._layout)
+        traffic = Traffic(self._layout.tp, self._layout.ep)
         if self._layout.pp == 1:
-            layers = self._run(Routing(self._layout), traffic)[1]
+            layers = self._run(Routing(self._layout.tp, self._layout.ep), traffic)[1]
             traffic.seen.all_to_all //= max(layers, 1)
         return traffic.seen
 
@@ -232,7 +211,7 @@ class OneRank:
         """Count what a forward saves, as the model is patched at present; `worst` is the routing to this rank alone."""
         if self._layout.pp > 1:
             return SavedActivations(0, 0, 0, 0, 0)
-        return self._run(Routing(self._layout, worst=worst))[0]
+        return self._run(Routing(self._layout.tp, self._layout.ep, worst=worst))[0]
 
     def _run(self, routing: Routing, traffic: Traffic | None = None) -> tuple[SavedActivations, int]:
         with as_rank(self._layout, self._layout.rank or 0) as meshes:
@@ -257,6 +236,9 @@ def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared
 def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared) -> Held:
     with as_rank(layout, rank) as meshes:
         computing = without_fsdp(model, layout, meshes)
+        weights = list(computing.named_parameters(remove_duplicate=False))
+        full = {name: local_part(param).nbytes for name, param in weights}
+        all_of_them = sum({id(param): full[name] for name, param in weights}.values())
         mine = _untied(model)
         with _errors_of_the_engine(layout):
             type(mine).maybe_distribute_model(mine, layout.engine_config(), meshes)
@@ -264,18 +246,23 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         mine.tie_weights(recompute_mapping=False)
         tied = [(param, mine.get_parameter(name)) for name, param in cut.items()]
         whole = prepared(mine)
+        if _trained_shapes(whole) != _trained_shapes(prepared(computing)):
+            raise refused_layout(layout, "peft gives adapters the shape of FSDP's parts of a weight")
         held = _padded({id(each): each for each in (*whole.parameters(), *whole.buffers())}.values())
         trained = {id(each): each for each in whole.parameters() if each.requires_grad and layout.pp == 1}
         # FSDP takes tied weights for two, and reduces a gradient for each.
         twice = [param for param, used in tied if used is not param and id(used) in trained]
         gradients = _padded([*trained.values(), *twice])
         parts = tuple(local_part(each) for each in trained.values())
-        full = {name: local_part(param).nbytes for name, param in computing.named_parameters()}
         gathered, sent = _gathered(mine, cut, full)
         sent += 2 * gradients * (layout.dp_replicate - 1) // layout.dp_replicate
-        experts = sum(size for name, size in full.items() if name in _experts_of(model))
-        sizes = (sum(full.values()) - experts, experts)
+        experts = sum(full[name] for name in _experts_of(model) if name in full)
+        sizes = (all_of_them - experts, experts)
         return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), sizes, gathered, sent)
+
+
+def _trained_shapes(model: nn.Module) -> list[Any]:
+    return [each.shape for each in model.parameters() if each.requires_grad]
 
 
 def _experts_of(model: Any) -> dict[str, int]:
@@ -304,7 +291,8 @@ def _gathered(mine: nn.Module, cut: Mapping[str, Tensor], full: Mapping[str, int
     for name, param in cut.items() if groups else ():
         groups[max((group for group in groups if not group or name.startswith(f"{group}.")), key=len)] += full[name]
         sent += (full[name] - _padded([param])) * (3 if param.requires_grad else 2)
-    return 2 * max(groups.values(), default=0), sent
+    ordered = [groups.pop("", 0), *groups.values(), 0]
+    return max(first + second for first, second in pairwise(ordered)), sent
 
 
 def without_fsdp(model: PreTrainedModel, layout: Layout, meshes: Any) -> Any:
@@ -342,69 +330,3 @@ def _untied(model: Any) -> Any:
     for name in mine.all_tied_weights_keys:
         put_parameter(mine, name, nn.Parameter(mine.get_parameter(name).detach().clone()))
     return mine
-
-
-class Routing(TorchFunctionMode):
-    """Tells expert parallelism how many rows each rank sends and receives, which depends on values that are not there.
-
-    Every rank sends its pairs of token and expert in equal parts. Balanced, it receives as many. At worst all tokens of
-    the group choose as many experts of this rank as they can.
-    """
-
-    def __init__(self, layout: Layout, *, worst: bool = False) -> None:
-        super().__init__()
-        self._layout = layout
-        self._worst = worst
-        self._asked: list[int] = []
-
-    def watch(self, model: Any) -> int:
-        """Look at the calls of the experts that get tokens of other ranks; return their number."""
-        plan = model._expand_parallel_plan(model.ep_plan) if self._layout.ep > 1 else {}
-        experts = [model.get_submodule(name) for name, style in plan.items() if style == "ep_dispatch_experts"]
-        for module in experts:
-            module.forward = self._expecting(module.forward, module.num_experts)
-        return len(experts)
-
-    def _expecting(self, forward: Callable[..., Tensor], experts: int) -> Callable[..., Tensor]:
-        def called(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            ranks, K = self._layout.ep, ids.shape[-1]
-            tokens = -(-hidden_states.shape[0] // self._layout.tp)
-            sent = [tokens * K // ranks + (rank < tokens * K % ranks) for rank in range(ranks)]
-            self._asked = [*sent, *([tokens * min(K, experts)] * ranks if self._worst else sent)]
-            return forward(hidden_states, ids, weights)
-
-        return called
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.item and self._asked:
-            return self._asked.pop(0)
-        return func(*args, **(kwargs or {}))
-
-
-class Traffic(TorchDispatchMode):
-    """Counts what collectives move while shapes run through a model."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self._ranks = {"tp": layout.tp, "ep": layout.ep}
-        self.seen = Exchange()
-        self.backward = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operators come here next
-        output = func(*args, **(kwargs or {}))
-        group, times = _COLLECTIVES.get(func._schema.name, ("", 0))
-        if times:
-            sizes = [each.nbytes for each in tree_leaves((args, output)) if isinstance(each, Tensor)]
-            self.seen.sent += times * max(sizes) * (self._ranks[group] - 1) / self._ranks[group]
-            if group == "ep" and not self.backward:
-                self.seen.all_to_all += sum(sizes)
-        return output
-
-    def backpropagate(self, output: Any, state: Mapping[str, Tensor]) -> None:
-        """Run the backward and note the gradients."""
-        self.backward = True
-        output.loss.backward()
-        leaves = {id(each): each.grad for each in state.values()}
-        self.seen.gradients = sum(local_part(grad).nbytes for grad in leaves.values() if grad is not None)

@@ -138,7 +138,8 @@ class ShardedCheckpointMixin(_Base):
         folder, optimizer, scheduler = Path(checkpoint), _unwrapped(self.optimizer), cast(Any, self.lr_scheduler)
         with OneAnswer():
             try:
-                load_optimizer_distributed(self.model, optimizer, str(folder / OPTIMIZER))
+                with _without_empty_groups(optimizer):
+                    load_optimizer_distributed(self.model, optimizer, str(folder / OPTIMIZER))
             except CheckpointException as error:
                 cause = next(iter(error.failures.values()))[0]
                 expected = "one whose optimizer has a state for every parameter that is trained now"
@@ -180,6 +181,18 @@ def content_of(folder: Path) -> str:
 def _unwrapped(optimizer: Any) -> Any:
     """Return the optimizer within accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Any) -> Iterator[None]:
+    """Hide groups without parameters, which Trainers make for adapters and torch cannot load."""
+    every = list(optimizer.param_groups)
+    optimizer.param_groups[:] = [group for group in every if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in every]
 
 
 def _refuse_other_model(model: nn.Module, folder: Path) -> None:

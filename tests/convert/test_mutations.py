@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
 from tests.convert.mutations import SEED, check_case, command, mutate_any, mutate_header, mutate_json, mutate_text
+from tests.unsynced import rewrite
 
 INDEX = "model.safetensors.index.json"
 TINY: dict[str, Any] = {
@@ -62,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def changed(path: Path, mutate: Callable[[bytes, random.Random], bytes], chance: random.Random) -> bytes:
     """Mutate a file in place and return what it was."""
     before = path.read_bytes()
-    path.write_bytes(mutate(before, chance))
+    rewrite(path, mutate(before, chance))
     return before
 
 
@@ -82,7 +83,7 @@ def reading(folder: Path, pick: Callable[[random.Random], Path], mutate: Any, co
         try:
             return command(*chance.choice(commands)(folder, made))
         finally:
-            path.write_bytes(before)
+            rewrite(path, before)
             if made.exists():
                 shutil.rmtree(made)
 

@@ -24,6 +24,7 @@ from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import sealed
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from tests.refusals import refused
+from tests.unsynced import rewrite
 
 TARGETS = {
     "bf16 fused": ConvertOptions("bf16", "fused"),
@@ -145,12 +146,12 @@ def flip_bits(folder: Path, count: int, seed: int) -> list[tuple[str, int, int]]
         limit = len(content) if chooser.randrange(4) else 8 + int.from_bytes(content[:8], "little")
         place, bit = chooser.randrange(limit), 1 << chooser.randrange(8)
         content[place] ^= bit
-        path.write_bytes(content)
+        rewrite(path, content)
         report = verify_checkpoint(folder)
         if "files" not in checks_of(report) or not any(path.name in finding.subject for finding in report.findings):
             missed.append((path.name, place, bit))
         content[place] ^= bit
-        path.write_bytes(content)
+        rewrite(path, content)
     return missed
 
 

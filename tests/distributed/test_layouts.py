@@ -15,6 +15,7 @@ import pytest
 from hf_neuron_moe import parity
 from tests.distributed import cells
 from tests.distributed.launch import launch
+from tests.shared_runs import made_once
 
 DRIVER = "tests.distributed.layout_driver"
 FP32 = 2e-6
@@ -44,18 +45,18 @@ def trained(chosen: list[cells.Cell]) -> list[cells.Cell]:
 
 @pytest.fixture(scope="module")
 def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("core"), cells.CORE, 2)
+    return made_once(tmp_path_factory, "core", lambda folder: run(repo_root, folder, cells.CORE, 2))
 
 
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     chosen = [*cells.ALWAYS, *cells.MEASURED, cells.COMPILED, *cells.REFUSED.values()]
-    return run(repo_root, tmp_path_factory.mktemp("two"), chosen, 2)
+    return made_once(tmp_path_factory, "two", lambda folder: run(repo_root, folder, chosen, 2))
 
 
 @pytest.fixture(scope="module")
 def four(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(repo_root, tmp_path_factory.mktemp("four"), cells.ALWAYS_FOUR, 4)
+    return made_once(tmp_path_factory, "four", lambda folder: run(repo_root, folder, cells.ALWAYS_FOUR, 4))
 
 
 def check(each: cells.Cell, results: Results) -> None:
@@ -158,14 +159,15 @@ def test_parity_names_the_processes_and_rows_that_a_layout_takes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_every_other_cell(
-    processes: int, request: pytest.FixtureRequest, repo_root: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+def test_every_other_cell(processes: int, request: pytest.FixtureRequest, repo_root: Path, tmp_path: Path) -> None:
     if not request.config.getoption("--all-layouts"):
         pytest.skip("--all-layouts runs it")
     layouts, done = (cells.TWO, cells.CORE + cells.ALWAYS) if processes == 2 else (cells.FOUR, cells.ALWAYS_FOUR)
     chosen = cells.rest(layouts, done)
-    results = run(repo_root, tmp_path, chosen, processes)
+    results, wrong = run(repo_root, tmp_path, chosen, processes), {}
     for each in chosen:
-        with subtests.test(each["name"]):
+        try:
             check(each, results)
+        except AssertionError as error:
+            wrong[each["name"]] = str(error)
+    assert not wrong

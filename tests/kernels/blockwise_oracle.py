@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.reference.activations import act
+from hf_neuron_moe.reference.activations import BY_TYPE
 from hf_neuron_moe.reference.moe_types import ActFnType, ClampLimits
 
 
@@ -52,7 +52,8 @@ def experts(problem: Problem, kind: ActFnType, limits: ClampLimits, skip_gate: b
     sums = torch.einsum("th,ehki->etki", problem.x_TH, problem.gate_up_EH2I) + problem.gate_up_bias_E2I[:, None]
     gate = StrictClamp.apply(sums[:, :, 0], limits.non_linear_clamp_upper_limit, limits.non_linear_clamp_lower_limit)
     up = StrictClamp.apply(sums[:, :, 1], limits.linear_clamp_upper_limit, limits.linear_clamp_lower_limit)
-    inter = act(up, kind) if skip_gate else act(gate, kind) * up
+    act = BY_TYPE[kind].value
+    inter = act(up) if skip_gate else act(gate) * up
     down = torch.einsum("eti,eih->eth", inter, problem.down_EIH)
     weighted = (down + problem.down_bias_EH[:, None]) * (problem.affinity_TE * problem.chosen_TE).T[:, :, None]
     return weighted.sum(0), torch.stack([gate, up], 2), down

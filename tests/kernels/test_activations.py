@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_neuron_moe.reference.activations import act, act_, act_grad_
+from hf_neuron_moe.reference.activations import BY_TYPE
 from hf_neuron_moe.reference.moe_types import ActFnType
 from tests.kernels.moe_oracle import ACTIVATIONS
 
@@ -13,8 +13,12 @@ KINDS = pytest.mark.parametrize("kind", list(ActFnType))
 POINTS = torch.linspace(-12, 12, 4001, dtype=torch.float64)
 
 
+def act(x: torch.Tensor, kind: ActFnType) -> torch.Tensor:
+    return BY_TYPE[kind].value(x)
+
+
 def act_grad(x: torch.Tensor, kind: ActFnType) -> torch.Tensor:
-    return act_grad_(x.clone(), kind)
+    return BY_TYPE[kind].grad_(x.clone())
 
 
 @KINDS
@@ -41,10 +45,10 @@ def test_fp32_is_as_exact_as_fp32_allows(kind: ActFnType) -> None:
 
 @KINDS
 def test_in_place_variants_overwrite_their_argument(kind: ActFnType) -> None:
-    for function, in_place in ((act, act_), (act_grad, act_grad_)):
+    for function, in_place in ((act, BY_TYPE[kind].value_), (act_grad, BY_TYPE[kind].grad_)):
         x = POINTS.float()
         kept = x.clone()
         expected = function(x, kind)
         assert torch.equal(x, kept)
-        assert in_place(x, kind) is x
+        assert in_place(x) is x
         assert torch.equal(x, expected)

@@ -30,11 +30,12 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @pytest.fixture(autouse=True)
-def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The first of two processes, whose collectives do nothing."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+def _first_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The first of two processes, or as many as the test's parameter says, whose collectives do nothing."""
+    count = getattr(request, "param", 2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     yield
     dist.destroy_process_group()
 
@@ -131,4 +132,13 @@ def test_adapters_on_layers_that_are_cut_otherwise_are_refused(tmp_path: Path) -
     with pytest.warns(UserWarning, match="not supported for LoRA"):
         wrapped = adapted(model, target_modules=["gate_up_proj"])
     with refused(UnsupportedModelError, "the adapter", "target_modules"):
+        wrapped(tokens())
+
+
+@pytest.mark.parametrize("_first_process", [4], indirect=True)
+def test_adapters_on_layers_that_fsdp_cuts_too_are_refused(tmp_path: Path) -> None:
+    model = sharded("llama", tmp_path, {"tp_size": 2, "fsdp_size": 2})
+    patch_model(model, {"precision": "fp32"})
+    wrapped = adapted(model, target_modules=["q_proj"])
+    with refused(UnsupportedModelError, "the adapter", "ep_size without tp_size", got="colwise and FSDP"):
         wrapped(tokens())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import compute
 from hf_neuron_moe.patching import ranks
 from tests.patching.agreement_driver import CELLS, SECONDS
+from tests.shared_runs import made_once
 from tests.tiny_models import tiny_model
 
 FAILED = "RankError", "rank 1 must be free of errors, got DTypeError: weight must be bf16, got int8. Cast it."
@@ -33,7 +35,12 @@ Ranks = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What two processes saw."""
-    folder = tmp_path_factory.mktemp("ranks")
+    ranks: Ranks = made_once(tmp_path_factory, "ranks", functools.partial(launched, repo_root))
+    return ranks
+
+
+def launched(repo_root: Path, folder: Path) -> Ranks:
+    """Run all cells in two processes."""
     command = [sys.executable, "-m", "tests.patching.agreement_driver", str(folder)]
     started = [
         subprocess.Popen([*command, str(rank)], cwd=repo_root, stderr=subprocess.PIPE, text=True) for rank in (0, 1)

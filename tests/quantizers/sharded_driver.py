@@ -53,9 +53,17 @@ class Cell:
         return replace(self, options={name: value for name, value in self.options.items() if "degree" not in name})
 
     @property
+    def config(self) -> dict[str, Any]:
+        """What is changed in the family's tiny configuration."""
+        experts = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "qwen2_moe": "num_experts"}
+        count = {experts[self.family]: 8} if self.family in experts else {}
+        return {**SIZES, **count, **self.changes}
+
+    @property
     def folder(self) -> str:
         """Name of the conversion's folder."""
-        return "-".join(map(str, (self.family, *self.options.values(), *self.changes.values())))
+        options = (f"{name}_{value}" for name, value in self.options.items() if name != "precision")
+        return "-".join(map(str, (self.family, self.options["precision"], *options, *self.changes.values())))
 
     @property
     def name(self) -> str:
@@ -68,6 +76,8 @@ KERNEL, FUSED = {"precision": "bf16"}, {"precision": "bf16", "layout": "fused"}
 PARTS = {**KERNEL, "tp_degree": 2}
 MX = {"precision": "mxfp8"}
 WIDE = {"intermediate_size": 1024}  # a part of 512, whose groups are those of the whole
+DEALT = {**KERNEL, "ep_degree": 2}
+SHARED = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 CELLS = (
     *(Cell("mixtral", KERNEL, layout) for layout in (TP, FSDP, EP, EP_TP)),
     Cell("mixtral", FUSED, TP),
@@ -80,6 +90,11 @@ CELLS = (
     Cell("mixtral", PARTS, EP),
     Cell("llama", {**PARTS, "tp_degree": 4}, TP),
     Cell("llama", {**PARTS, "layout": "fused"}, FSDP),
+    Cell("mixtral", DEALT, EP),
+    Cell("mixtral", {**DEALT, "ep_degree": 4}, TP),
+    Cell("qwen2_moe", {**DEALT, "tp_degree": 2}, EP_TP, changes=SHARED),
+    Cell("mixtral", {**MX, "ep_degree": 2}, EP),
+    Cell("mixtral", {**MX, "ep_degree": 4}, EP_TP),
     Cell("mixtral", MX, FSDP),
     Cell("mixtral", MX, EP),
     Cell("mixtral", MX, EP_TP),

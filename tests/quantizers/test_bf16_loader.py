@@ -9,9 +9,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_neuron_moe.convert.layout.orientations import BF16_FUSED
+from hf_neuron_moe.errors import SourceDamageError
 from hf_neuron_moe.patching.discovery import discover
 from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
-from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
+from hf_neuron_moe.quantizers.shard_layouts import StoredTensor, joined
 
 H, I = 32, 48  # noqa: E741
 
@@ -41,3 +42,12 @@ def test_padding_is_cut_off_and_halves_get_memory_of_their_own(padding: dict[str
     assert all(torch.equal(weight, value) for weight, value in zip(weights, (gate, up, down), strict=True))
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 3
     assert all(weight.is_contiguous() for weight in weights)
+
+
+def test_parts_are_those_of_all_ranks() -> None:
+    values = torch.empty(H, I, dtype=torch.bfloat16, device="meta")
+    parts = {f"down.tp{rank}": StoredTensor(f"down.tp{rank}", BF16_FUSED, values, tp_rank=rank) for rank in range(3)}
+    assert [part.tp_rank for part in joined(parts)["down"].parts] == [0, 1, 2]
+    del parts["down.tp1"]
+    with pytest.raises(SourceDamageError, match=r"^tensor down .* got those of \.tp0, \.tp2"):
+        joined(parts)

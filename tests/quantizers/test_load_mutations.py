@@ -28,6 +28,7 @@ from tests.convert.mutations import (
     with_header,
 )
 from tests.quantizers.conftest import load
+from tests.unsynced import rewrite
 
 SIZES = {
     "hidden_size": 32,
@@ -68,16 +69,16 @@ def mutate(path: Path, chance: random.Random) -> bytes:
         options = content["quantization_config"]
         mutated = mutate_json({name: value for name, value in options.items() if name != "quant_method"}, chance, 50)
         content["quantization_config"] = {**mutated, "quant_method": options["quant_method"]}
-        path.write_text(json.dumps(content))
+        rewrite(path, json.dumps(content).encode())
     elif path.name == INDEX_OUT:
-        path.write_bytes(mutate_text(before, chance))
+        rewrite(path, mutate_text(before, chance))
     elif chance.randrange(2):
-        path.write_bytes(mutate_header(before, chance))
+        rewrite(path, mutate_header(before, chance))
     else:
         header, data = split_header(before)
         key = chance.choice(["hf_neuron_moe.tensors", "hf_neuron_moe.layouts"])
         header["__metadata__"][key] = json.dumps(mutate_json(json.loads(header["__metadata__"][key]), chance))
-        path.write_bytes(with_header(header, data))
+        rewrite(path, with_header(header, data))
     return before
 
 
@@ -100,7 +101,7 @@ def run_cases(folders: list[Path], count: int, seed: int) -> None:
             assert all(len(line) <= 2000 for line in str(error).splitlines()), f"{number}: {str(error)[:300]}"
             assert str(error).replace("\n", "").isprintable(), f"{number}: {str(error)[:300]!r}"
         finally:
-            path.write_bytes(before)
+            rewrite(path, before)
         assert time.process_time() - start < MOST_SECONDS, f"case {number}"
     assert ends["loaded"] and ends["refused"], ends
 

@@ -113,7 +113,7 @@ def test_what_a_conversion_says_of_its_precisions(converted: Converted, source: 
     manifest = read_manifest(folder)
     assert manifest.options.precision == FIRST_IN_BF16 and manifest.options == ConvertOptions(FIRST_IN_BF16)
     content = json.loads((folder / "neuron_moe_manifest.json").read_text())
-    assert (content["format_version"], content["options"]["precision"]) == (6, FIRST_IN_BF16)
+    assert (content["format_version"], content["options"]["precision"]) == (7, FIRST_IN_BF16)
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert (stated["precision"], stated["scale_rule"]) == (FIRST_IN_BF16, "neuron")
     assert "`model.layers.0.*`: bfloat16" in (folder / "README.md").read_text()

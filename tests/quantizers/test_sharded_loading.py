@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from hf_neuron_moe.quantizers.shard_layouts import read_stored
 from hf_neuron_moe.quantizers.sharded import OpenFiles, StockWeight, stock_rows
 from tests.quantizers.conftest import SIZES as INNER, UNEVEN, Converted, Source, load
 from tests.refusals import refused
+from tests.shared_runs import made_once
 from tests.tiny_models import tiny_config
 
 pytest.importorskip("transformers.distributed.sharding_utils", reason="this transformers cannot shard while loading")
@@ -39,13 +42,20 @@ Ranks = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What two processes saw."""
-    home = tmp_path_factory.mktemp("sharded")
+    ranks: Ranks = made_once(tmp_path_factory, "sharded-loading", functools.partial(launched, repo_root))
+    return ranks
+
+
+def launched(repo_root: Path, home: Path) -> Ranks:
+    """Convert the sources of all cells and load them in two processes."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
     for cell in CELLS:
         source = home / f"{cell.family}{cell.changes}"
         if not source.exists():
-            changes = {"num_local_experts": 8, **cell.changes} if cell.family != "llama" else cell.changes
             torch.manual_seed(7)
-            config = tiny_config(cell.family, **{**SIZES, **changes})
+            config = tiny_config(cell.family, **cell.config)
             AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(source)
         for each in {cell.folder: cell, cell.alone.folder: cell.alone}.values():
             if not (home / each.folder).exists():
@@ -54,7 +64,7 @@ def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     started = []
     for rank in ("0", "1"):
         env = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         options: Any = {"cwd": repo_root, "env": env, "stderr": subprocess.PIPE, "start_new_session": True}
         started.append(subprocess.Popen([*command, rank], text=True, **options))
     try:
@@ -82,14 +92,16 @@ def test_every_layout_computes_as_one_process_and_reads_its_part(two: Ranks, cel
     assert first.get("adapters", ("", 0.0))[1] <= limit, first
     read = [sum(each for name, each in rank[cell.name]["read"].items() if "_bias" not in name) for rank in two]
     assert read[0] == read[1]
-    if not cell.quantized:
-        experts = 1 if cell.family in ("llama", "phi3") else 8
+    if not cell.quantized and cell.family != "qwen2_moe":
+        experts = 8 if "num_local_experts" in cell.config else 1
         assert read[0] == 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * experts  # 2 bytes each, half of them
-    if divided and "tp_degree" in cell.options:
+    if cell.quantized and cell.family == "mixtral" and "ep" in cell.layout:
+        assert 2 * read[0] == sum(two[0]["mixtral-mxfp8:fsdp2"]["read"].values())
+    if cell.options.get("tp_degree", 0) == cell.layout.get("tp") and "ep" not in cell.layout:
         assert all(name.endswith(f".tp{rank}") for rank in (0, 1) for name in two[rank][cell.name]["read"])
-    elif divided:
-        whole = {name: 2 * count for name, count in first["read"].items() if "_bias" not in name}
-        assert cell.family != "mixtral" or two[0]["mixtral-mxfp8:fsdp2"]["read"] == whole
+    if cell.options.get("ep_degree", 0) == cell.layout.get("ep"):
+        names = [{name for name in rank[cell.name]["read"] if ".experts." in name} for rank in two]
+        assert all(name.endswith(f".ep{rank}") for rank in (0, 1) for name in names[rank])
 
 
 @pytest.mark.slow
@@ -103,6 +115,7 @@ SINGLE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"layout": "kernel"}),
     ("llama", {"layout": "fused", "tp_degree": 2}),
     ("llama", {**PADDED, "tp_degree": 2}),
+    ("qwen2_moe", {**PADDED, "tp_degree": 2, "ep_degree": 2}),
     ("phi3", {**PADDED, "tp_degree": 2}),
     ("phi3", {**PADDED, "swizzle": True}),
     ("mixtral", {**PADDED, "tp_degree": 4}),
@@ -111,7 +124,7 @@ SINGLE: list[tuple[str, dict[str, Any]]] = [
     ("llama4", {"layout": "fused", "tp_degree": 2}),
     ("nemotron_h", {"layout": "kernel"}),
 ]
-FAST = [SINGLE[3], SINGLE[6], SINGLE[8]]
+FAST = [SINGLE[3], SINGLE[4], SINGLE[7], SINGLE[9]]
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
@@ -145,10 +158,14 @@ def test_any_slice_of_a_stock_weight_is_read_from_any_conversion(
                     assert torch.equal(weight[key], value[key]), (name, key)
 
 
-@pytest.mark.parametrize("layout", ["kernel", "fused"])
-def test_parts_of_ranks_in_bf16_are_put_together_in_one_process(converted: Converted, layout: str) -> None:
-    whole = load(converted("mixtral", layout=layout))
-    model = load(converted("mixtral", layout=layout, tp_degree=2))
+@pytest.mark.parametrize(
+    "options",
+    [{"layout": "kernel", "tp_degree": 2}, {"layout": "fused", "ep_degree": 2}, {"precision": "mxfp8", "ep_degree": 4}],
+    ids=str,
+)
+def test_parts_of_ranks_are_put_together_in_one_process(converted: Converted, options: dict[str, Any]) -> None:
+    whole = load(converted("mixtral", **{name: value for name, value in options.items() if "degree" not in name}))
+    model = load(converted("mixtral", **options))
     for (name, mine), (other, theirs) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
         assert name == other and torch.equal(mine, theirs), name
     assert str(model) == str(whole)
@@ -160,7 +177,7 @@ def test_a_missing_part_and_sizes_that_do_not_divide(converted: Converted, tmp_p
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     only_second = {name: each for name, each in read_stored(files).items() if each.tp_rank != 0}
-    with refused(SourceDamageError, "tensor model.layers.0.mlp.down_proj.weight", got="those of 1"):
+    with refused(SourceDamageError, "tensor model.layers.0.mlp.down_proj.weight", got="those of .tp1"):
         place(model, only_second)
     only_first = {name: each for name, each in read_stored(files).items() if each.tp_rank != 1}
     with refused(ConversionError, "tensor model.layers.0.mlp.gate_up_proj.weight", "belong together"):

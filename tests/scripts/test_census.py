@@ -157,11 +157,17 @@ def test_the_tables_are_written_between_the_marks() -> None:
         Row("a", "AMLP", DENSE, PATCHED, "silu"),
         Row("b", "BMLP", DENSE, REFUSED, reason="a | b"),
         Row("c", "C", UNGATED, NO_GATE),
+        Row("d", "D", UNGATED, NO_GATE, reason="it has no gate"),
+        Row("e", "E", UNGATED, NO_GATE, reason="it has no gate"),
+        Row("f", "F", UNGATED, NOT_BUILT, reason="TypeError"),
     ]
     page = census.with_tables(f"head\n{census.BEGIN}old\n{census.END}tail\n", census.tables(rows, "9.9"))
     assert page.startswith("head\n") and page.endswith(f"{census.END}tail\n") and "old" not in page
     assert "| a | `AMLP` | patched | `silu` |  |\n| b | `BMLP` | refused |  | a \\| b |\n" in page
-    assert "| gated MLP | 1 |  | 1 | 2 |\n| MLP without a gate |  | 1 |  | 1 |\n" in page
+    assert "| gated MLP | 1 |  | 1 |  | 2 |\n| MLP without a gate |  | 3 |  | 1 | 4 |\n" in page
+    listed = page.partition("## MLP without a gate\n")[2]
+    assert "* it has no gate (2): `D`, `E`\n\n* its parts are not named as those of an MLP (1): `C`\n" in listed
+    assert "* not built (1): `F`\n" in listed
     assert census.with_tables(page, census.tables(rows, "9.9")) == page
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import gc
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -64,6 +65,7 @@ class Moments:
             (os, "rmdir"),
             (os, "fsync"),
             (builtins, "open"),
+            (io, "open"),
         ):
             setattr(module, name, self._before(name, getattr(module, name)))
         torch.save = self._half(torch.save)
@@ -97,7 +99,8 @@ class Moments:
                 function(what, path, *args, **kwargs)
                 os.truncate(path, os.path.getsize(path) // 2)
 
-            self.moment(f"write {os.path.relpath(path, self.home)}", half)
+            if isinstance(path, str | os.PathLike):  # not a buffer
+                self.moment(f"write {os.path.relpath(path, self.home)}", half)
             return function(what, path, *args, **kwargs)
 
         return call

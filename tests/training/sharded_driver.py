@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -143,15 +144,26 @@ def saving(home: Path, layout: str, other: str) -> dict[str, Any]:
     }
 
 
-def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, half: int = 4) -> dict[str, Any]:
-    """Train, train again from the checkpoint in the middle as if the rest had never been, and then on `others`."""
-    runs = []
+def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, rank: int = 0) -> dict[str, Any]:
+    """Train, train again from the checkpoint in the middle as if the rest had never been, and then on `others`.
+
+    With a `rank`, adapters are trained.
+    """
+    runs, half, output = [], 4, f"adapters-{layout}" if rank else f"through-{layout}"
+
+    def run(on: str, folder: str, **options: Any) -> NeuronMoETrainer:
+        model = loaded(home / "model", on, attention_dropout=dropout)
+        if rank:
+            torch.manual_seed(1)
+            targets: Any = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+            model = get_peft_model(model, LoraConfig(**targets, r=rank, init_lora_weights=False))
+        return trainer(home, on, folder, model=model, **options)
+
     for resume in (None, True):
         if resume and dist.get_rank() == 0:
-            shutil.rmtree(home / f"through-{layout}" / f"checkpoint-{STEPS}")
+            shutil.rmtree(home / output / f"checkpoint-{STEPS}")
         dist.barrier()
-        model = loaded(home / "model", layout, attention_dropout=dropout)
-        runs.append(trainer(home, layout, f"through-{layout}", model=model, save_steps=half))
+        runs.append(run(layout, output, save_steps=half))
         runs[-1].train(resume_from_checkpoint=resume)
     through, again = runs
     result = {
@@ -163,8 +175,8 @@ def resumed(home: Path, layout: str, others: list[str], dropout: float = 0.0, ha
         "only_model": again.args.save_only_model,
     }
     for other in others:
-        moved = trainer(home, other, f"moved-{layout}-{other}", save_strategy="no")
-        moved.train(resume_from_checkpoint=str(home / f"through-{layout}" / f"checkpoint-{half}"))
+        moved = run(other, f"moved-{layout}-{other}", save_strategy="no")
+        moved.train(resume_from_checkpoint=str(home / output / f"checkpoint-{half}"))
         result[other] = figures(moved)
     return result
 
@@ -194,6 +206,7 @@ def refusing(home: Path, layout: str, damage: str) -> dict[str, Any]:
             next(iter(at.rglob(pattern))).unlink()
     dist.barrier()
     changes: dict[str, dict[str, Any]] = {"sizes": {"intermediate_size": 512}, "layers": {"num_hidden_layers": 2}}
+    changes["wider"] = {"vocab_size": 96}
     if damage in changes:
         if dist.get_rank() == 0:
             tiny_model("mixtral", **{**SIZES, **changes[damage]}).save_pretrained(home / damage)
@@ -319,7 +332,15 @@ def alone(home: Path) -> dict[str, Any]:
     through = trainer(home, "one", "one", save_strategy="no")
     through.train()
     result: dict[str, Any] = {"losses": figures(through), "norms": figures(through, "grad_norm")}
-    for folder in sorted(home.glob("through-*/checkpoint-4")):
+    folders = sorted(home.glob("through-*/checkpoint-4"))
+    kernel = AutoModelForCausalLM.from_pretrained(home / "model")
+    patch_model(kernel, {"precision": "fp32", "weights": "kernel"})
+    try:
+        options: dict[str, Any] = {"save_strategy": "no", "neuron_weights": "kernel"}
+        trainer(home, "one", "kernel", model=kernel, **options).train(resume_from_checkpoint=str(folders[0]))
+    except NeuronMoEError as error:
+        result["kernel"] = str(error)
+    for folder in folders:
         moved = trainer(home, "one", f"moved-{folder.parent.name}", save_strategy="no")
         moved.train(resume_from_checkpoint=str(folder))
         result[folder.parent.name] = figures(moved)

@@ -18,6 +18,7 @@ from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.training.fit import fit_layout
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
 from hf_neuron_moe.training.one_rank import Layout
+from tests.shared_runs import made_once, shared_folder
 from tests.tiny_models import tiny_config, tiny_model
 from tests.training.layout_driver import BATCH, LENGTH
 
@@ -70,14 +71,14 @@ def measured(folder: Path, cells: tuple[tuple[str, dict[str, int]], ...], ranks:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("two")
-    return folder, measured(folder, TWO, 2)
+    ranks = made_once(tmp_path_factory, "two-estimates", lambda folder: measured(folder, TWO, 2))
+    return shared_folder(tmp_path_factory, "two-estimates"), ranks
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("four")
-    return folder, measured(folder, FOUR, 4)
+    ranks = made_once(tmp_path_factory, "four-estimates", lambda folder: measured(folder, FOUR, 4))
+    return shared_folder(tmp_path_factory, "four-estimates"), ranks
 
 
 def estimated(path: Path, layout: Layout, **options: Any) -> TrainingEstimate:
@@ -159,7 +160,8 @@ def meta_estimate(family: str, layout: Layout | None, **options: Any) -> Trainin
         model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.bfloat16)
     before = {name: type(module) for name, module in model.named_modules()}
     result = estimate_training(model, {"minimal": NeuronMoEConfig()}, batch=1, length=512, layout=layout, **options)
-    assert {name: type(module) for name, module in model.named_modules()} == before
+    if layout is not None:  # alone it may get adapters
+        assert {name: type(module) for name, module in model.named_modules()} == before
     return result
 
 
@@ -198,3 +200,11 @@ def test_the_layout_that_fits_is_the_one_that_sends_least() -> None:
         fit_layout(model, configs, memory=50_000, devices=2, **options)
     with pytest.raises(ConfigError, match="no activation policy saves little enough"):
         fit_layout(model, configs, memory=min(least.values()) - 1, devices=2, **options)
+
+
+def test_adapters_are_whole_under_fsdp_and_refused_where_peft_mistakes_their_shape() -> None:
+    pytest.importorskip("peft")
+    rows = {layout: meta_estimate("mixtral", layout, lora_rank=4) for layout in (None, Layout(ep=2, fsdp=2))}
+    assert len({result.gradient_bytes for result in rows.values()}) == 1
+    with pytest.raises(ConfigError, match="peft gives adapters the shape of FSDP's parts"):
+        meta_estimate("mixtral", Layout(fsdp=2, dp_replicate=2), lora_rank=4)

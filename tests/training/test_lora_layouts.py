@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
+from tests.shared_runs import made_once, shared_folder
+from tests.tiny_models import tokens
 from tests.training.lora_driver import NAMES, TRAINER
 
 pytestmark = pytest.mark.slow
@@ -19,9 +24,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_folder(tmp_path_factory, "lora")
+
+
+@pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote, of all cells."""
-    folder = tmp_path_factory.mktemp("lora")
+    ranks: list[dict[str, Any]] = made_once(tmp_path_factory, "lora", launched)
+    return ranks
+
+
+def launched(folder: Path) -> list[dict[str, Any]]:
+    """Run all cells in two processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.training.lora_driver", str(folder)]
     logs = [(folder / f"log-{rank}").open("w+") for rank in range(2)]
@@ -66,6 +81,17 @@ def test_merged_weights_are_those_of_one_process(name: str, found: list[dict[str
         cell = answers[name]
         assert cell["names"] and cell["merged"] == [] and cell["merged_file"] == []
         assert cell["logits"] <= 2e-6, "the order of fp32 sums"
+
+
+@pytest.mark.parametrize("name", ["llama-tp2", "mixtral-ep2-tp2"])
+def test_saved_adapters_and_merged_weights_are_opened_in_stock(name: str, folder: Path, found: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / name.partition("-")[0])
+    adapters = PeftModel.from_pretrained(base, folder / name / "many").eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / name / "merged").eval()
+    with torch.no_grad():
+        one, other, plain = adapters(tokens()).logits, merged(tokens()).logits, adapters.unload()(tokens()).logits
+    assert (one - other).abs().max() <= 2e-6 * other.abs().max(), "the order of fp32 sums"
+    assert (plain - other).abs().max() > 1e-2 * other.abs().max()
 
 
 def test_the_trainer_makes_adapters_of_experts_equal_and_averages_their_gradients(found: list[dict[str, Any]]) -> None:

@@ -92,6 +92,7 @@ def test_saved_whole_and_in_parts_and_resumed(repo_root: Path, tmp_path: Path) -
     for result in evaluated:  # the evaluation leaves FSDP2's last group gathered
         assert result["error"] is None and result["weights"][0] == result["weights"][1]
     assert_resumed(resumed, "ep2_fsdp2", ["tp2"], found.alone)
+    assert "neuron_weights must be 'stock' for sharded checkpoints" in found.alone["kernel"]
     assert max(resumed[0]["norms"]) > 0.5  # gradients were clipped
 
 
@@ -104,3 +105,52 @@ def test_every_layout_of_four_processes(repo_root: Path, tmp_path: Path) -> None
     for results in saved[:2]:
         assert_saved(results, found.folder)
     assert_resumed(resumed, "ep4_fsdp4", ["ep2_fsdp4", "hsdp"], found.alone)
+
+
+@pytest.mark.slow
+def test_resumed_with_dropout_or_adapters_and_what_is_an_error_of_all(repo_root: Path, tmp_path: Path) -> None:
+    damages = {
+        "sizes": ("UnsupportedModelError", "gate_up_proj has shape [8, 1024, 128], got [8, 512, 128]"),
+        "layers": ("UnsupportedModelError", "model.layers.1.self_attn.q_proj.weight has shape [128, 128], got none"),
+        "wider": ("UnsupportedModelError", "model.embed_tokens.weight has shape [96, 128], got [64, 128]"),
+        "shard-00002-*.safetensors": ("IncompleteCheckpointError", "shard-00002-model-00001-of-00001.safetensors is"),
+        "rng_state_1.pth": ("IncompleteCheckpointError", "rng_state_1.pth is missing"),
+        "__1_0.distcp": ("IncompleteCheckpointError", "optimizer/__1_0.distcp is missing"),
+        "frozen": ("UnsupportedModelError", "a state for every parameter that is trained now, got Missing key"),
+        "stock": ("IncompleteCheckpointError", "the checkpoint of a model that was sharded while loading"),
+    }
+    cells: list[list[Any]] = [["resumed", "fsdp2", [], 0.2], ["resumed", "ep2_fsdp2", ["tp2"], 0.0, 4]]
+    cells += [["best", "ep2_fsdp2"], ["scattered", "fsdp2"], ["failing", "fsdp2"]]
+    cells += [["refusing", "fsdp2", damage] for damage in damages]
+    dropout, adapters, best, scattered, failing, *refused = launched(repo_root, tmp_path, cells).cells
+    for result in (*dropout, *adapters):
+        assert result["error"] is None
+        assert result["again"] == result["losses"] and result["weights"][0] == result["weights"][1]
+    for result in adapters:
+        assert result["tp2"] == pytest.approx(result["losses"], rel=2e-6)
+    for result in best:
+        assert result["error"] is None and result["chosen"] < 3
+        assert result["weights"] == result["kept"][result["chosen"] - 1] != result["kept"][-1]
+    for result in scattered:
+        assert result["error"][0] == "RankError" and "on rank 0" in result["error"][1]
+        assert "Save to a folder that all ranks share." in result["error"][1]
+    first, second = (result["error"] for result in failing)
+    assert first[0] == "RankError" and "rank 1 must be free of errors, got OSError: [Errno 28] No space" in first[1]
+    assert second[0] == "OSError"
+    for (kind, text), results in zip(damages.values(), refused, strict=True):
+        for result in results:
+            assert result["error"] is None
+            assert result["refused"][0] == kind and text in result["refused"][1], result
+            assert not result["changed"] or text.startswith("a state for every")  # then the weights were good
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_saving_loses_nothing(repo_root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.training.sharded_kill_driver", str(tmp_path)]
+    output = run(command, repo_root, seconds=450)  # forty short runs
+    outcomes = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank":')]
+    assert [outcome for outcome in outcomes if outcome["problem"]] == [], output[-6000:]
+    for rank, least in ((0, 10), (1, 5)):
+        struck = [outcome["moment"] for outcome in outcomes if outcome["rank"] == rank]
+        assert len(struck) >= least
+        assert any(".distcp" in moment for moment in struck) and any("shard-" in moment for moment in struck)

@@ -121,7 +121,8 @@ class Comparison:
 
     def pairs(self, weight: str, expert: int | None, original_FK: Tensor) -> Iterator[Pair]:
         """Put what stores a matrix next to what it stands for: one pair per orientation and rank."""
-        groups = grouped(self._tensors[weight], lambda tensor: (tensor.orientation, tensor.tp_rank))
+        held_by = (tensor for tensor in self._tensors[weight] if tensor.holds(expert))
+        groups = grouped(held_by, lambda tensor: (tensor.orientation, tensor.tp_rank))
         ranks = len({rank for _, rank in groups})
         manifest = self._manifest
         bf16_floor = BF16_FLOOR_DB if any(map(manifest.was_rounded, manifest.weights[weight])) else math.inf
@@ -156,7 +157,8 @@ class Comparison:
         return whole if whole.dim() == 1 or expert is None else whole[expert]
 
     def _read(self, tensor: WrittenTensor, expert: int | None) -> Tensor:
-        return self._converted.read(tensor.file, tensor.name, expert)
+        index = None if expert is None else expert - tensor.first_expert
+        return self._converted.read(tensor.file, tensor.name, index)
 
 
 def _part_of(original_FK: Tensor, tensor: WrittenTensor, ranks: int) -> Tensor:

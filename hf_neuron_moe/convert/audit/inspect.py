@@ -195,6 +195,8 @@ def _details(tensor: WrittenTensor) -> str:
     details = [tensor.orientation] if tensor.layout != SOURCE else []
     if tensor.tp_rank is not None:
         details.append(f"rank {tensor.tp_rank}")
+    if tensor.ep_rank is not None:
+        details.append(f"rank {tensor.ep_rank}: experts from {tensor.first_expert}")
     if tensor.scale_layout is not None:
         details.append(f"{tensor.scale_layout} scales")
     if tensor.layout in PERMUTED_WORDS.values():
@@ -205,7 +207,7 @@ def _details(tensor: WrittenTensor) -> str:
 
 
 def _kind(tensor: TensorFacts) -> tuple[str, ...]:
-    pattern = re.sub(r"(?<=\.)\d+(?=\.)|(?<=\.tp)\d+$", "*", tensor.name)
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)|(?<=\.[te]p)\d+$", "*", tensor.name)
     return pattern, tensor.dtype, str(tensor.shape), tensor.layout
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, stored_forms
+from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, ranks_of, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept, experts_in, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
@@ -112,9 +112,9 @@ def _expected(
     weight: FusedWeight, options: ConvertOptions, orientations: tuple[str, ...], most: int
 ) -> list[WrittenTensor]:
     """What the options make of a weight; nothing where that is more than `most` ranks, or cannot be."""
-    if options.tp_degree > most:
+    ranks = ranks_of(weight, options)
+    if len(ranks) > most:
         return []
-    ranks = [None] if options.tp_degree == 1 else range(options.tp_degree)
     try:
         forms = [form for rank in ranks for form in stored_forms(weight, options, rank)]
     except NeuronMoEError:

@@ -28,8 +28,8 @@ are (:func:`~hf_neuron_moe.formats.moe_mx.to_groups`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -104,14 +104,17 @@ class StoredForm:
     orientation: str = FORWARD  # ``"forward"`` or ``"backward"``
     extra_zeros: int = 0  # Zeros on the I axis beyond the part's, which the layout itself adds
     rule: str = "neuron"  # Scale rule of quantized values
+    ep_rank: int | None = None  # Rank whose experts it holds
+    first_expert: int = 0
 
     def written(self, weight: str) -> WrittenTensor:
         """Describe it as a tensor of a checkpoint, without its file and checksum."""
         padding, rank = self.part.padding, self.part.rank
+        suffix = "" if rank is None else f".tp{rank}"
         if self.extra_zeros:
             padding["I"] = padding.get("I", 0) + self.extra_zeros
         return WrittenTensor(
-            name=weight + self.suffix + ("" if rank is None else f".tp{rank}"),
+            name=weight + self.suffix + (suffix if self.ep_rank is None else f".ep{self.ep_rank}"),
             file="",
             dtype=self.dtype,
             shape=self.shape,
@@ -121,6 +124,8 @@ class StoredForm:
             orientation=self.orientation,
             tp_rank=rank,
             padding=padding,
+            ep_rank=self.ep_rank,
+            first_expert=self.first_expert,
         )
 
 
@@ -131,6 +136,8 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None 
     Values, then their scales if quantized, for each orientation in turn. A size that does not fit is a ConversionError.
     """
     options = options.of(weight.name)
+    if weight.has_experts and options.ep_degree > 1 and rank is not None:
+        return _forms_of_experts(weight, options, rank)
     part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
     if not _is_quantized(weight, options):
         return (_bf16_form(weight, options, part),)
@@ -138,6 +145,25 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None 
         return _moe_forms(weight, options, part)
     return tuple(
         form for orientation in options.orientations for form in _operand_forms(weight, options, part, orientation)
+    )
+
+
+def ranks_of(weight: FusedWeight, options: ConvertOptions) -> Sequence[int | None]:
+    """The ranks among which a weight is divided; None alone where it is whole."""
+    degree = options.ep_degree if weight.has_experts and options.ep_degree > 1 else options.tp_degree
+    return (None,) if degree == 1 else range(degree)
+
+
+def _forms_of_experts(weight: FusedWeight, options: ConvertOptions, rank: int) -> tuple[StoredForm, ...]:
+    """One rank's range of whole experts."""
+    count, rest = divmod(weight.shape[0], options.ep_degree)
+    if rest:
+        expected = f"divisible among {options.ep_degree} expert-parallel ranks"
+        fix = "Choose an --ep-degree that divides it."
+        raise ConversionError.about(f"number of experts of {weight.name}", expected, weight.shape[0], fix)
+    whole = stored_forms(weight, replace(options, tp_degree=1, ep_degree=1))
+    return tuple(
+        replace(form, shape=(count, *form.shape[1:]), ep_rank=rank, first_expert=count * rank) for form in whole
     )
 
 

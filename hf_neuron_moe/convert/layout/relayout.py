@@ -117,7 +117,8 @@ def store(
     if forms[0].layout in PERMUTED_WORDS.values():
         F, K = part.shape
         scales_FG = torch.full((F, K // MX_BLOCK), E8M0_BIAS, dtype=torch.uint8)  # of zeros, where nothing else belongs
-    for expert in range(weight.shape[0]) if weight.has_experts else (None,):
+    first = forms[0].first_expert
+    for expert in range(first, first + forms[0].shape[0]) if weight.has_experts else (None,):
         for piece in (piece for piece in weight.pieces if piece.expert in (None, expert)):
             index = expert if piece.holds_experts else None
             for rows, places in _reads(piece, part):
@@ -153,10 +154,13 @@ def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) ->
     out = torch.empty(piece.shape, dtype=WEIGHT_DTYPES[piece.dtype])
     matrices = out.unflatten(0, (piece.stacked, -1)) if piece.stacked else out
     for part, indices in _parts(tensors):
+        first = tensors[indices[0]].first_expert
         layouts = [tensors[index].layout for index in indices]
         for expert in range(piece.experts) if piece.holds_experts else (piece.expert,):
+            if not tensors[indices[0]].holds(expert):
+                continue
             target_FK = _rows_first(matrices[expert] if piece.holds_experts else out, piece)
-            stored = [read(index, expert) for index in indices]
+            stored = [read(index, None if expert is None else expert - first) for index in indices]
             view = _view_of(layouts[0], expert is not None)
             for block in part.blocks(piece.rows):
                 place_FK = target_FK[piece.source_rows(block.rows), block.columns]
@@ -211,13 +215,14 @@ def _parts(tensors: Sequence[WrittenTensor]) -> list[tuple[Part, list[int]]]:
     """Each rank's part of the matrix, with the places of the forward tensors that hold it: values, then scales."""
     halves = halves_in(tensors[0].weight)
     forward = (index for index, tensor in enumerate(tensors) if tensor.orientation == FORWARD)
-    ranks = grouped(forward, lambda index: tensors[index].tp_rank)
+    ranks = grouped(forward, lambda index: tensors[index].group[1])
     parts, start = [], 0
     for rank, places in sorted(ranks.items(), key=lambda item: item[0] or 0):
         indices = sorted(places, key=lambda index: tensors[index].layout in SCALES)
         values = tensors[indices[0]]
         F, K = matrix_shape(values)
         hidden, width = (K, F // halves) if halves else (F, K)
+        start = 0 if values.ep_rank is not None else start
         stop = start + width - values.padding.get("I", 0)
         part = Part(halves, hidden - values.padding.get("H", 0), hidden, 0, start, stop, width, rank)
         parts.append((part, indices))

@@ -116,12 +116,12 @@ def mlp_backward_mxfp8_nki(
 ) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.31 to 2.33; return the three gradients. No argument is written.
 
-    * output_grad, hidden_states: bf16 ``[S, H]``, always raw. S, H and I are multiples of 128.
+    Operands, checkpoints and their sizes are those of :func:`mlp_backward_mxfp8`, and these:
+
     * gate_up_weights, always required: bf16 ``[2I, H]``, or pre-quantized x4 ``[H/4, 2I]`` with scales, which needs
       gate_up_weight_T too. down_proj_weight: bf16 ``[H, I]``; required unless down_weight_T is given.
     * Pre-quantized with scales, x4 or float8_e4m3fn with four times the columns: gate_up_weight_T ``[2I/4, H]``,
       swizzled as one tensor with K = 2I; down_weight_T ``[H/4, I]``; output_grad_T and hidden_states_T ``[S/4, H]``.
-    * gate_pre, gate_act, up, intermediate: bf16 ``[S, I]`` checkpoints; missing ones are recomputed (phase 0).
     * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. With ``execute="tiles"`` they set
       the cores, the tiles and the order of the sums.
     * mx_scale_rule: block scales of what is quantized here, "neuron" (nki 0.5 and later) or "floor" (earlier releases).

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -194,7 +195,7 @@ def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> M
 
 
 class _TileCounts:
-    """Rows of tile counts by matmul: tiles of 128 x 512 x 512 per block along M, N and K."""
+    """Rows of tile counts by matmul."""
 
     def as_arguments(self) -> dict[str, int]:
         """Return the tile arguments of ``mlp_forward_mxfp8_nki`` or the 2.30 backward."""
@@ -240,8 +241,8 @@ def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_si
     if recorded := _FORWARD.get((seq_len, hidden_size, intermediate_size)):
         return MlpFwdConfig(**recorded)
     rows = seq_len // lnc
-    m = _largest_divisor(_tiles(rows, min(TILE_M, rows)), (16, 8, 4, 2, 1))
-    return MlpFwdConfig((m, _tiles(intermediate_size, TILE_N), 1), (m, _tiles(hidden_size, TILE_N), 1))
+    m = _largest_divisor(rows, min(TILE_M, rows), (16, 8, 4, 2, 1))
+    return MlpFwdConfig((m, -(-intermediate_size // TILE_N), 1), (m, -(-hidden_size // TILE_N), 1))
 
 
 @public
@@ -257,10 +258,10 @@ def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_s
     for name, (m, n, k) in (recorded or vars(MlpBwdConfig())).items():
         rows, contraction, columns = sizes[name]
         if recorded:
-            k = _largest_divisor(_tiles(contraction, TILE_K), range(k, 0, -1))
+            k = _largest_divisor(contraction, TILE_K, range(k, 0, -1))
         else:
-            m = _largest_divisor(_tiles(rows, TILE_M), (16, 8, 4, 2, 1))
-            n, k = _largest_divisor(_tiles(columns, TILE_N), (4, 2, 1)), 1
+            m = _largest_divisor(rows, TILE_M, (16, 8, 4, 2, 1))
+            n, k = _largest_divisor(columns, TILE_N, (4, 2, 1)), 1
         chosen[name] = (m, n, k)
     return MlpBwdConfig(**chosen)
 
@@ -277,12 +278,9 @@ def _check_lnc(lnc: int) -> None:
     check_rules([Rule(lnc in (1, 2), "lnc", "1 or 2 (cores per logical core)", repr(lnc), "Pass the launch's LNC.")])
 
 
-def _tiles(size: int, tile: int) -> int:
-    return -(-size // tile)
-
-
-def _largest_divisor(count: int, candidates: tuple[int, ...] | range) -> int:
-    return next(candidate for candidate in candidates if count % candidate == 0)
+def _largest_divisor(size: int, tile: int, candidates: tuple[int, ...] | range) -> int:
+    """Return the first candidate that divides the number of tiles of an axis."""
+    return next(candidate for candidate in candidates if -(-size // tile) % candidate == 0)
 
 
 @public
@@ -312,18 +310,24 @@ def footprint(
         configs = {name: config for names, found in groups for name, config in zip(names, found)}
     else:
         sizes, counts = product_sizes((S, H, inner), lnc), vars(tiles)
-        configs = {name: _config(sizes[name], counts[name], lnc == 2) for name in counts}
+        configs = {name: counted_config(sizes[name], counts[name], lnc2=lnc == 2) for name in counts}
     return {name: product_footprint(config) for name, config in configs.items()}
 
 
-def counted_config(size: Sizes, counts: Sizes, *, arguments: tuple[str, ...], lnc2: bool) -> MatmulMxfp8KernelConfig:
-    """Return the configuration for tiles per block (M, N, K) in `arguments` and one core's M, K, N; check that it fits.
+def counted_config(
+    size: Sizes, counts: Sizes, *, arguments: tuple[str, ...] = (), lnc2: bool
+) -> MatmulMxfp8KernelConfig:
+    """Return the configuration for tiles per block (M, N, K) and one core's M, K, N; check that those of a call fit.
 
-    Tiles are 128 x 512 x 512, or the whole axis where it is shorter.
+    `arguments` are the call's names of the counts. Tiles are 128 x 512 x 512, or the whole axis where it is shorter.
     """
-    config = _config(size, counts, lnc2)
-    names = dict(zip(("TILES_IN_BLOCK_M", "TILES_IN_BLOCK_N", "TILES_IN_BLOCK_K"), arguments))
-    check_fits(config, lambda field: names.get(field, field))
+    M, K, N = size
+    blocks: dict[str, Any] = dict(zip(("TILES_IN_BLOCK_M", "TILES_IN_BLOCK_N", "TILES_IN_BLOCK_K"), counts))
+    tiles = min(TILE_M, M), min(TILE_K, K), min(TILE_N, N)
+    config = MatmulMxfp8KernelConfig(M, K, N, *tiles, **blocks, run_with_lnc2=lnc2)
+    if arguments:
+        names = dict(zip(blocks, arguments))
+        check_fits(config, lambda field: names.get(field, field))
     return config
 
 
@@ -339,11 +343,3 @@ def counted_configs(call: Mapping[str, int], problem: Sizes, lnc2: bool) -> MlpB
         m, n, k = (call.get(argument, default) for argument, default in counts.items())
         found.append(counted_config(sizes[name], (m, n, k), arguments=tuple(counts), lnc2=lnc2))
     return MlpBwdMatmulConfig(*found)
-
-
-def _config(size: Sizes, counts: Sizes, lnc2: bool) -> MatmulMxfp8KernelConfig:
-    (M, K, N), (m, n, k) = size, counts
-    return MatmulMxfp8KernelConfig(
-        M=M, K=K, N=N, tile_m=min(TILE_M, M), tile_k=min(TILE_K, K), tile_n=min(TILE_N, N),
-        TILES_IN_BLOCK_M=m, TILES_IN_BLOCK_N=n, TILES_IN_BLOCK_K=k, run_with_lnc2=lnc2,
-    )  # fmt: skip

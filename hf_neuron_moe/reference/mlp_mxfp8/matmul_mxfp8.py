@@ -147,8 +147,7 @@ def matmul_mxfp8(
     output = None if output_td is None else check_buffer(output_td.data, shape, "[M, N]", "output_td", STORED)
     check_same_device({"lhs": left.td.data, "rhs": right.td.data, "output_td": output})
     if output is not None:
-        place = output.untyped_storage().data_ptr()
-        read = [name for name, each in (("lhs", left), ("rhs", right)) if _place(each.td) == place]
+        read = [name for name, each in (("lhs", left), ("rhs", right)) if _same_memory(each.td.data, output)]
         fix, got = "Its rows are written while the operands are read: pass other memory.", "".join(read[:1])
         check_rules([Rule(not read, "output_td", "a tensor with memory of its own", f"that of {got}", fix)])
     step.launch()
@@ -162,9 +161,8 @@ def matmul_mxfp8(
     return output
 
 
-def _place(td: TensorDescriptor) -> int | None:
-    """Where an operand's memory begins."""
-    return None if td.data is None else td.data.untyped_storage().data_ptr()
+def _same_memory(data: Tensor | None, output: Tensor) -> bool:
+    return data is not None and data.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
 
 
 def _operand(step: KernelCall, name: str) -> MXOperand:

@@ -23,12 +23,6 @@ _RIGHT_ELEMENTS = 1 << 22  # elements of a right operand's tile up to which it i
 _MOST_RIGHT_ELEMENTS = 1 << 24  # elements above which it is narrowed, 64 MiB
 
 
-def column_step(K: int) -> int:
-    """Columns per tile for a contraction size."""
-    wanted, most = max(COLUMNS, _RIGHT_ELEMENTS // K), _MOST_RIGHT_ELEMENTS // K
-    return max(ROWS, min(wanted, most) // ROWS * ROWS)
-
-
 def product_tiles(
     pairs: Sequence[tuple[MXOperand, MXOperand]],
     scratch: Scratch,
@@ -76,7 +70,8 @@ def _tiles(
         return
     summands = [(name, *summand) for name, pairs in products.items() for summand in pairs]
     right = summands[0][2]
-    step = max(ROWS, column_step(right.K) // (right.F // size) // ROWS * ROWS)  # tiles of gate and up share the room
+    widest = min(max(COLUMNS, _RIGHT_ELEMENTS // right.K), _MOST_RIGHT_ELEMENTS // right.K) // ROWS * ROWS
+    step = max(ROWS, widest // (right.F // size) // ROWS * ROWS)  # tiles of gate and up share the room
     for columns in cut(size, step):
         rights = [
             right.load(

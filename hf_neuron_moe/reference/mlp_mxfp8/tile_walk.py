@@ -80,19 +80,12 @@ def walk_tiles(
                 for name, left, right, offset, k_tiles in block_K:
                     for m, n in tiles:
                         right_n = slice(offset + n.start, offset + n.stop)
-                        psum = _sum_in_psum(left, m, right, right_n, k_tiles, spilled)
+                        pairs = ((_reload(left, m, k, spilled), _reload(right, right_n, k, spilled)) for k in k_tiles)
+                        psum = functools.reduce(torch.add, (nc_matmul_mx(*pair) for pair in pairs))
                         key = (name, m.start, n.start)
                         accumulators[key] = accumulators[key] + psum if key in accumulators else psum
             for m, n in tiles:
                 yield m, n, {name: accumulators[name, m.start, n.start] for name in products}
-
-
-def _sum_in_psum(
-    left: MXOperand, m: slice, right: MXOperand, n: slice, k_tiles: Sequence[slice], spilled: Spilled
-) -> Tensor:
-    """Return the fp32 sum over the K tiles of one block for one tile of the result, in the order of K."""
-    products = (nc_matmul_mx(_reload(left, m, k, spilled), _reload(right, n, k, spilled)) for k in k_tiles)
-    return functools.reduce(torch.add, products)
 
 
 def _reload(operand: MXOperand, f: slice, k: slice, spilled: Spilled) -> MXTensor:

@@ -1,0 +1,30 @@
+"""Results that the workers of one test run share: the first to ask makes them, the others wait."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder that has this name for all workers of the run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
+    """Return what ``make(folder)`` returns, a value that JSON holds; a worker that fails leaves it to the next one."""
+    folder = shared_folder(tmp_path_factory, name)
+    result = folder.with_suffix(".json")
+    with FileLock(folder.with_suffix(".lock")):
+        if not result.exists():
+            result.write_text(json.dumps(make(folder)), encoding="utf-8")
+        return json.loads(result.read_text(encoding="utf-8"))
