@@ -171,7 +171,9 @@ def median(found: list[dict[str, Any]], of: Callable[[tuple[float, float]], floa
 
 def main() -> None:
     """Measure all layouts and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "mxfp8"))
     parser.add_argument("--tokens", type=int, default=1024, help="of one step, over all processes; a multiple of 256")
     parser.add_argument("--hidden", type=int, default=512)

@@ -183,7 +183,7 @@ def _rows(result: Comparison) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare as asked for on the command line; exit status 1 where the tolerance is exceeded."""
-    parser = argparse.ArgumentParser(prog="python -m hf_neuron_moe.parity", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hf_neuron_moe.parity", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="folder of a checkpoint; small ones are enough")
     parser.add_argument("--layout", type=_layout, required=True, help="sizes, for example tp=2,ep=4,fsdp=2")
     parser.add_argument("--precision", choices=("fp32", "bf16", "mxfp8"), help="patch the model; without it is stock")

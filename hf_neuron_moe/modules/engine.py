@@ -110,15 +110,20 @@ def axis_parts(parameter: Any, axis: int) -> tuple[int, int]:
     parts, index = 1, 0
     if is_sharded(parameter):
         mesh = parameter.device_mesh
-        for dim, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
+        for dim, (name, placement) in enumerate(zip(_names(mesh), parameter.placements, strict=True)):
             if name in ("tp", "ep") and getattr(placement, "dim", None) == axis:
                 parts, index = parts * mesh.size(dim), mesh.get_local_rank(dim)
     return parts, index
 
 
+def _names(mesh: Any) -> tuple[str, ...]:
+    """Names of the axes of a mesh; accelerate's have none."""
+    return mesh.mesh_dim_names or ("",) * mesh.ndim
+
+
 def strided(parameter: Any, axis: int) -> bool | None:
     """Return whether each half of an axis is cut on its own, over tensor-parallel processes; None if it is not cut."""
-    for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+    for name, placement in zip(_names(parameter.device_mesh), parameter.placements, strict=True):
         if name == "tp" and getattr(placement, "dim", None) == axis:
             return getattr(placement, "split_factor", 1) == 2
     return None

@@ -11,7 +11,7 @@ import pytest
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.io import shard
-from hf_neuron_moe.convert.manifest import sealed
+from hf_neuron_moe.convert.manifest import FORMAT_VERSION, sealed
 from hf_neuron_moe.convert.transaction import commit, disk
 from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, SourceDamageError
 from tests.refusals import refused
@@ -179,7 +179,7 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
     text = manifest.read_text()
     for old, new, kind, message in [
         ('"model.safetensors"', '"../up.safetensors"', SourceDamageError, "file name"),
-        ('"format_version": 6', '"format_version": 7', ConversionError, "format version 7"),
+        (f'"format_version": {FORMAT_VERSION}', '"format_version": 999', ConversionError, "format version 999"),
         ('"tensors"', '"tensor"', SourceDamageError, "unknown field 'tensor'"),
         ('"layout": "kernel"', '"layout": "colonel"', SourceDamageError, "layout"),
         ("{", "[", SourceDamageError, "JSONDecodeError"),

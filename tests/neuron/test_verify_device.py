@@ -255,7 +255,7 @@ def test_arguments_are_checked_first_and_nothing_is_loaded(
         ("no weights", "must be a folder with the weights in safetensors files, got config.json without them"),
         ("shard", "model-00002-of-00002.safetensors must be a file of the checkpoint"),
         ("conversion", "neuron-00001-of-00001.safetensors: data must be"),
-        ("ranks", "got the part of tensor-parallel rank 0"),
+        ("ranks", "tp_degree must be 1 for codes of model.layers.0.mlp, loaded whole, got 2"),
     ],
 )
 def test_a_damaged_model_is_refused_on_any_machine(
