@@ -12,31 +12,16 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
-    MixtralConfig,
     PretrainedConfig,
-    Qwen3MoeConfig,
 )
 
 from hf_neuron_moe.training.memory_estimate import optimizer_bytes
 from hf_neuron_moe.training.one_rank import Layout, uneven, what_a_rank_holds
+from tests.training.test_estimate import LARGE
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "configs" / "distributed").glob("*.yaml"))
 CONFIGS: dict[str, tuple[PretrainedConfig, int]] = {
-    "mixtral-8x7b": (MixtralConfig(), 46_702_792_704),
-    "qwen3-30b-a3b": (
-        Qwen3MoeConfig(
-            vocab_size=151936,
-            hidden_size=2048,
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-        ),
-        30_532_122_624,
-    ),
+    **{name: LARGE[name][:2] for name in ("mixtral-8x7b", "qwen3-30b-a3b")},
     "gpt-oss-20b": (GptOssConfig(num_hidden_layers=24, num_local_experts=32), 20_914_757_184),
     "deepseek-v3": (DeepseekV3Config(), 671_026_404_352),
 }
