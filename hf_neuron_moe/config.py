@@ -21,6 +21,7 @@ QUANT_METHOD = "neuron_moe"
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = {
     "torch": "hf_neuron_moe.backends.torch.backend:TorchBackend",
+    "torch-grouped": "hf_neuron_moe.backends.torch.backend:TorchBackend",
     "neuron": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
     "nki-sim": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
 }

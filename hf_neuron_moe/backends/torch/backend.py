@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,19 +20,25 @@ from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch import generation
 from hf_neuron_moe.backends.torch.biases import BiasGrads, add_down_bias, routed_bias_grad
-from hf_neuron_moe.backends.torch.compute import describe_products
+from hf_neuron_moe.backends.torch.compute import (
+    FreshScratch,
+    computes_all_at_once,
+    describe_products,
+    grouped_operands,
+)
 from hf_neuron_moe.backends.torch.cpu import decode
+from hf_neuron_moe.backends.torch.device_backward import DeviceBackward
 from hf_neuron_moe.backends.torch.experts import (
     BlockBackward,
     ExpertStack,
     GroupedWeights,
     Rows,
+    WeightGrads,
     rows_per_run,
     run_experts_forward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import Gating, gating_of
-from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
 from hf_neuron_moe.backends.torch.grouped_forward import grouped_forward
 from hf_neuron_moe.backends.torch.quantized import quantized_backward, quantized_forward
@@ -40,16 +47,22 @@ from hf_neuron_moe.backends.torch.tiles import Loader, make_loader
 
 
 class TorchBackend:
-    """Implements :class:`hf_neuron_moe.backends.base.Backend` with PyTorch operations, on any device."""
+    """Implements :class:`hf_neuron_moe.backends.base.Backend` with PyTorch operations, on any device.
 
-    name = "torch"
+    `name` is ``"torch"``, or ``"torch-grouped"``, which computes all experts of a layer at once wherever it runs and
+    never reads a value on the host.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
     traceable = False
     universal = True
     default_layout = "stock"
 
     @classmethod
     def instance(cls, name: str) -> TorchBackend:
-        return _BACKEND
+        return _BACKENDS[name]
 
     @classmethod
     def unavailable_reason(cls, name: str) -> None:
@@ -74,6 +87,17 @@ class TorchBackend:
     def describe_products(self, precision: str, device: torch.device) -> str:
         return describe_products(precision, device)
 
+    def _on_device(self, device: torch.device) -> bool:
+        """Whether no value may be read on the host."""
+        if self.name == "torch-grouped":
+            return True
+        return computes_all_at_once(device)
+
+    def _rows(self, routing: Routing, experts: int, spec: BlockSpec, device: torch.device) -> Rows:
+        """Return the sorted pairs, borders on the device or on the host."""
+        of_routing = Rows.of_routing_on_device if self._on_device(device) else Rows.of_routing
+        return of_routing(routing, experts, spec.block_size)
+
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         rows = x.shape[0] * (1 if shape.top_k is None else shape.top_k)
         return _storage(x, rows, shape.inner, keep, gated=spec.gate.gated)
@@ -85,7 +109,7 @@ class TorchBackend:
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         gating = gating_of(spec.gate)
-        if not keep.backward:
+        if not keep.backward and not self._on_device(x_SH.device):
             plain = weights[3:] == _NO_BIAS and spec.gate.reads_up_as_it_is
             if plain:
                 out = decode.mlp(x_SH, *weights[:3], spec.precision, spec.gate)
@@ -97,7 +121,7 @@ class TorchBackend:
                 return out, _nothing(x_SH)
         rows = Rows.of_dense(len(x_SH))
         grouped = GroupedWeights.of_dense(weights)
-        loader = _loader(spec, x_SH, rows, grouped, lone_384=True)
+        loader = _loader(spec, x_SH, rows, grouped, on_device=self._on_device(x_SH.device), lone_384=True)
         return _forward(x_SH, rows, grouped, loader, keep, gating)
 
     def mlp_backward(
@@ -105,18 +129,18 @@ class TorchBackend:
     ) -> MLPGrads:
         spec, keep, wants = call
         rows, grouped, gating = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights), _gating(spec.gate, keep)
-        loader = _loader(spec, dout_SH, rows, grouped)
+        loader = _loader(spec, dout_SH, rows, grouped, on_device=self._on_device(dout_SH.device))
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
-        grads = FFNWeights(*map(gradient_memory().empty_like, weights[:3])) if wants.weights else None
+        grads = WeightGrads(weights[:3], _dense_views) if wants.weights else None
         biases = BiasGrads(grouped, wants, dout_SH)
-        dx_SH = _way_back(loader)(
+        dx_SH = _way_back(loader, rows)(
             dout_SH,
             x_SH,
             rows,
             grouped,
             loader,
             _checkpoints(saved, keep, grouped.inner, gating),
-            d_weights=None if grads is None else GroupedWeights.of_dense(grads),
+            grads=grads,
             d_scale_R=None,
             d_bias_G2I=biases.gate_up_G2I,
             wants_input=wants.input,
@@ -125,7 +149,7 @@ class TorchBackend:
         ).run()
         d_gate_bias, d_up_bias = biases.gate_and_up()
         d_down_bias = biases.down_of_rows(dout_SH)
-        parts = (dx_SH, *(grads or _NO_BIAS)[:3], d_gate_bias, d_up_bias, d_down_bias)
+        parts = (dx_SH, *(_NO_BIAS if grads is None else grads.tensors), d_gate_bias, d_up_bias, d_down_bias)
         return cast(MLPGrads, tuple(_or_empty(part, x_SH) for part in parts))
 
     def experts_forward(
@@ -133,38 +157,41 @@ class TorchBackend:
     ) -> tuple[Tensor, Saved]:
         gate_up, down = weights[:2]
         count, gating = routing.index_TK.numel(), gating_of(spec.gate)
-        if not keep.backward and count:
+        on_device = self._on_device(x_TH.device)
+        if not keep.backward and count and not on_device:
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             spread = count / min(count, gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
                 return decode.experts(x_TH, routing, weights, spec, gating), _nothing(x_TH)
-        rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(weights, spec)
-        if not keep.backward and generation.suits(spec.precision, count, gate_up):
+        rows, stack = self._rows(routing, len(down), spec, x_TH.device), ExpertStack(weights, spec)
+        if not keep.backward and not on_device and generation.suits(spec.precision, count, gate_up):
             out_TH = generation.experts(x_TH, rows, stack, gating)
             if weights.down_bias is not None:
                 out_TH = add_down_bias(out_TH, weights.down_bias, routing)
             return out_TH.to(x_TH.dtype), _nothing(x_TH)
-        return _forward(x_TH, rows, stack, _loader(spec, x_TH, rows, stack), keep, gating, routing)
+        loader = _loader(spec, x_TH, rows, stack, on_device=on_device)
+        return _forward(x_TH, rows, stack, loader, keep, gating, routing)
 
     def experts_backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
     ) -> ExpertsGrads:
         spec, keep, wants = call
-        rows, stack = Rows.of_routing(routing, len(weights.down), spec.block_size), ExpertStack(weights, spec)
-        loader, gating = _loader(spec, dout_TH, rows, stack), _gating(spec.gate, keep)
+        rows = self._rows(routing, len(weights.down), spec, dout_TH.device)
+        stack, gating = ExpertStack(weights, spec), _gating(spec.gate, keep)
+        loader = _loader(spec, dout_TH, rows, stack, on_device=rows.on_device is not None)
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
-        grads = ExpertWeights(*map(gradient_memory().empty_like, weights[:2])) if wants.weights else None
+        grads = WeightGrads(weights[:2], partial(_expert_views, spec=spec)) if wants.weights else None
         biases = BiasGrads(stack, wants, dout_TH)
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
-        dx_TH = _way_back(loader)(
+        dx_TH = _way_back(loader, rows)(
             dout_TH,
             x_TH,
             rows,
             stack,
             loader,
             _checkpoints(saved, keep, stack.inner, gating),
-            d_weights=None if grads is None else ExpertStack(grads, spec),
+            grads=grads,
             d_scale_R=d_scale_R,
             d_bias_G2I=biases.gate_up_G2I,
             wants_input=wants.input,
@@ -174,7 +201,13 @@ class TorchBackend:
         if d_weight_TK is not None and weights.down_bias is not None:
             d_weight_TK = d_weight_TK + routed_bias_grad(dout_TH, routing, weights.down_bias).to(d_weight_TK.dtype)
         d_down_bias = biases.down_of_pairs(dout_TH, routing)
-        parts = (dx_TH, d_weight_TK, *(grads or _NO_BIAS)[:2], biases.gate_up(spec), d_down_bias)
+        parts = (
+            dx_TH,
+            d_weight_TK,
+            *(_NO_BIAS[:2] if grads is None else grads.tensors),
+            biases.gate_up(spec),
+            d_down_bias,
+        )
         return cast(ExpertsGrads, tuple(_or_empty(part, x_TH) for part in parts))
 
     def quantized_forward(
@@ -218,14 +251,19 @@ class TorchBackend:
         return _or_empty(dx_TH, dout_TH), _or_empty(d_weight_TK, dout_TH)
 
 
-_BACKEND = TorchBackend()
+_BACKENDS = {name: TorchBackend(name) for name in ("torch", "torch-grouped")}
 _NO_BIAS = (None, None, None)
 
 
-def _loader(spec: BlockSpec, x_TH: Tensor, rows: Rows, weights: GroupedWeights, *, lone_384: bool = False) -> Loader:
-    """Return a loader for bf16 products of whole layers, or for tiles."""
+def _loader(
+    spec: BlockSpec, x_TH: Tensor, rows: Rows, weights: GroupedWeights, *, on_device: bool, lone_384: bool = False
+) -> Loader:
+    """Return a loader for products of whole layers, or for tiles; `on_device` says that the host may read no value."""
+    if rows.on_device is not None:
+        return Loader(grouped_operands(spec.precision), FreshScratch(x_TH.device), on_device=True)
     per_run = rows.count if rows.token_R is None else rows_per_run(rows.runs)
-    return make_loader(spec.precision, x_TH.device, per_run, weights.down_GHI.dtype, lone_384=lone_384)
+    loader = make_loader(spec.precision, x_TH.device, per_run, weights.down_GHI.dtype, lone_384=lone_384)
+    return replace(loader, on_device=on_device)
 
 
 def _forward(
@@ -239,7 +277,7 @@ def _forward(
 ) -> tuple[Tensor, Saved]:
     """Compute a block whose forward may have a backward, by bf16 products of whole layers or by tiles."""
     saved = _storage(x_TH, rows.count, weights.inner, keep, gated=not gating.skip_gate)
-    grouped = loader.compute.operand == torch.bfloat16
+    grouped = rows.on_device is not None or loader.compute.operand == torch.bfloat16
     forward = grouped_forward if grouped else run_experts_forward
     out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner, gating), gating)
     if weights.down_bias_GH is not None and not (grouped and routing is None):
@@ -249,7 +287,17 @@ def _forward(
     return out_TH.to(x_TH.dtype), saved
 
 
-def _way_back(loader: Loader) -> type[BlockBackward]:
+def _dense_views(*weights: Tensor) -> GroupedWeights:
+    return GroupedWeights.of_dense(FFNWeights(*weights))
+
+
+def _expert_views(*weights: Tensor, spec: BlockSpec) -> ExpertStack:
+    return ExpertStack(ExpertWeights(*weights), spec)
+
+
+def _way_back(loader: Loader, rows: Rows) -> type[BlockBackward]:
+    if rows.on_device is not None:
+        return DeviceBackward
     return GroupedBackward if loader.compute.operand == torch.bfloat16 else BlockBackward
 
 
@@ -301,6 +349,8 @@ def _routing_grad(d_scale_R: Tensor | None, rows: Rows, weight_TK: Tensor) -> Te
     """The factors' gradients as those of the routing weights they came from."""
     if d_scale_R is None or rows.slot_TK is None:
         return None
+    if rows.on_device is not None:  # rows of no group hold anything
+        d_scale_R = torch.where(rows.on_device.of_a_group_R, d_scale_R, 0)
     return d_scale_R.index_select(0, rows.slot_TK.reshape(-1)).view(weight_TK.shape).to(weight_TK.dtype)
 
 

@@ -57,6 +57,11 @@ def operands_in_bf16(precision: str) -> Compute:
     return _IN_BF16[precision]
 
 
+def grouped_operands(precision: str) -> Compute:
+    """Return the way to compute `precision` by products of all groups at once, on any device."""
+    return _IN_BF16.get(precision, _IN_FP32[precision])
+
+
 def choose_compute(
     precision: str, device: torch.device, *, rows_per_expert: float, weight_dtype: torch.dtype
 ) -> Compute:
@@ -67,6 +72,17 @@ def choose_compute(
     """
     few = precision == "bf16" and rows_per_expert <= FEW_ROWS and weight_dtype == torch.bfloat16
     return _IN_BF16[precision] if precision != "fp32" and (few or bf16_matmul_is_fast(device)) else _IN_FP32[precision]
+
+
+GROUPED = "HF_NEURON_MOE_GROUPED"
+"""Environment variable: with ``1`` all experts of a layer are computed at once on every device, with ``0`` on none;
+``auto`` or unset leaves it to the device."""
+
+
+def computes_all_at_once(device: torch.device) -> bool:
+    """Whether the backend ``"torch"`` computes all experts of a layer at once, without a value on the host."""
+    option = environment_option(GROUPED, "auto", "0", "1")
+    return device.type != "cpu" if option == "auto" else option == "1"
 
 
 def bf16_matmul_is_fast(device: torch.device) -> bool:
@@ -146,6 +162,14 @@ class Scratch:
             with torch.inference_mode(False):
                 buffer = self.buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
         return buffer[:size].view(shape)
+
+
+class FreshScratch(Scratch):
+    """Makes every buffer anew, so that none outlives its use: for the few large ones of a grouped call."""
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 MOST_HELD = 1 << 26

@@ -8,7 +8,7 @@ G groups: the experts of a layer, or one for a dense MLP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, FFNWeights, Routing
 from hf_neuron_moe.backends.torch.compute import Scratch
+from hf_neuron_moe.backends.torch.device_runs import DeviceRuns, sort_on_device
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
+from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 from hf_neuron_moe.errors import ShapeError
 
@@ -46,6 +48,9 @@ class SortedPairs:
 _BY_HAND = 64  # up to this many pairs sorting a Python list takes less time than dispatching torch's operators
 
 
+_LOWEST = "top_k_index: expert ids of 0 and above are needed"
+
+
 def _check_lowest(expert: int) -> None:
     if expert < 0:
         raise ShapeError.about(
@@ -54,6 +59,16 @@ def _check_lowest(expert: int) -> None:
             f"the id {expert}",
             "Mark pairs that belong to no expert of this rank with an id of at least the number of experts.",
         ).named("experts")
+
+
+def check_ids_on_device(index_TK: Tensor) -> None:
+    """Raise the same error where ids are on the host, elsewhere an assertion of the device."""
+    try:
+        torch._assert_async((index_TK >= 0).all(), _LOWEST)
+    except RuntimeError as error:
+        if _LOWEST not in str(error):
+            raise
+        _check_lowest(int(index_TK.min()))
 
 
 def checked_ids(index_TK: Tensor) -> list[int]:
@@ -129,6 +144,7 @@ class Rows:
     slot_TK: Tensor | None = None  # the rows of each token; None where rows are the tokens
     scale_R: Tensor | None = None  # fp32 factor on each row's intermediate, or None
     block_size: int | None = None  # rows per MoE block; None for a dense MLP
+    on_device: DeviceRuns | None = None  # the runs, where the host does not know them
 
     @classmethod
     def of_dense(cls, tokens: int) -> Rows:
@@ -141,6 +157,14 @@ class Rows:
         pairs = sort_pairs(routing.index_TK, experts)
         scale_R = routing.weight_TK.reshape(-1).index_select(0, pairs.order_R).float()
         return cls(pairs.runs, len(scale_R), pairs.token_R, pairs.slot_TK, scale_R, block_size)
+
+    @classmethod
+    def of_routing_on_device(cls, routing: Routing, experts: int, block_size: int | None = None) -> Rows:
+        """Return the same without a look at the ids."""
+        check_ids_on_device(routing.index_TK)
+        pairs = sort_on_device(routing.index_TK, experts)
+        scale_R = routing.weight_TK.reshape(-1).index_select(0, pairs.order_R).float()
+        return cls([], len(scale_R), pairs.token_R, pairs.slot_TK, scale_R, block_size, pairs.runs)
 
     @property
     def end(self) -> int:
@@ -229,6 +253,31 @@ class ExpertStack(GroupedWeights):
         gate_bias, up_bias = (None, None) if weights.gate_up_bias is None else split_gate_up(weights.gate_up_bias, spec)
         interleaved = spec.interleaved and spec.gate.gated
         super().__init__(gate, up, down, gate_up, gate_bias, up_bias, weights.down_bias, interleaved)
+
+
+class WeightGrads:
+    """Gradients of a block's weights in their layouts, each in memory that is taken when it is first written to."""
+
+    def __init__(self, weights: Sequence[Tensor], view: Callable[..., GroupedWeights]) -> None:
+        self._weights, self._view = weights, view
+        self._made: list[Tensor | None] = [None] * len(weights)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The gradients; what was not made before is not initialized."""
+        for number, weight in enumerate(self._weights):
+            if self._made[number] is None:
+                self._made[number] = gradient_memory().empty_like(weight)
+        return [made for made in self._made if made is not None]
+
+    def grouped(self) -> GroupedWeights:
+        """Return views of all of them."""
+        return self._view(*self.tensors)
+
+    def put(self, number: int, gradient: Tensor) -> None:
+        """Take `gradient` as it is for that of a weight."""
+        assert gradient.shape == self._weights[number].shape
+        self._made[number] = gradient.to(self._weights[number].dtype)
 
 
 def stacked(gate_up: Tensor, down: Tensor, *, transposed: bool) -> ExpertStack:
@@ -353,7 +402,7 @@ class BlockBackward:
     weights: GroupedWeights
     loader: Loader
     saved: Checkpoints
-    d_weights: GroupedWeights | None  # overwritten; None where it is not wanted, as all results
+    grads: WeightGrads | None  # overwritten; None where they are not wanted, as all results
     d_scale_R: Tensor | None  # fp32, zero before
     d_bias_G2I: Tensor | None  # fp32, of gate and up, zero before
     wants_input: bool
@@ -370,7 +419,13 @@ class BlockBackward:
             rows.runs,
             self.weights,
             self.loader,
-            ExpertGrads(self.d_weights, sums, self.d_scale_R, rounded, bias_E2I=self.d_bias_G2I),
+            ExpertGrads(
+                None if self.grads is None else self.grads.grouped(),
+                sums,
+                self.d_scale_R,
+                rounded,
+                bias_E2I=self.d_bias_G2I,
+            ),
             saved=self.saved,
             scale_R=rows.scale_R,
             block_size=rows.block_size,

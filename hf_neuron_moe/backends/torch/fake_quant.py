@@ -24,7 +24,7 @@ from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.formats.swizzle import tile_segments
 
 
-class _Bits(NamedTuple):
+class FloatBits(NamedTuple):
     """A float format's bits as integers, and the constant whose last place is the step of a value below 2."""
 
     integer: torch.dtype
@@ -35,8 +35,8 @@ class _Bits(NamedTuple):
 
 
 _BITS = {
-    torch.float32: _Bits(torch.int32, 0x7FFFFFFF, 0x7F800000, 1 << 23, 1.5 * 2.0**20),
-    torch.bfloat16: _Bits(torch.int16, 0x7FFF, 0x7F80, 1 << 7, 1.5 * 2.0**4),
+    torch.float32: FloatBits(torch.int32, 0x7FFFFFFF, 0x7F800000, 1 << 23, 1.5 * 2.0**20),
+    torch.bfloat16: FloatBits(torch.int16, 0x7FFF, 0x7F80, 1 << 7, 1.5 * 2.0**4),
 }
 # Fields between a block's largest exponent and that of the smallest normal e4m3 code: (emax - 7) - 6 = emax - 13.
 _SUBNORMAL_FIELDS = 13
@@ -94,6 +94,11 @@ def fake_quantize_tile_(values: Tensor, axis: int, lane: int, scratch: Tensor) -
 def integer_like(dtype: torch.dtype) -> torch.dtype:
     """Return the integer dtype of the bits of `dtype`, which the scratch of such values has."""
     return _BITS[dtype].integer
+
+
+def float_bits(dtype: torch.dtype) -> FloatBits:
+    """Return the bits of fp32 or bf16."""
+    return _BITS[dtype]
 
 
 def _exact(values: Tensor, axis: int, lane: int, lanes: int) -> Tensor:

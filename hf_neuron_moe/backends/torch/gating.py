@@ -64,6 +64,11 @@ class Gating:
     act_and_slope: Callable[[Tensor, Tensor, Tensor], object] | None = None
     """Writes activation and derivative at its first argument into the others, where that is faster than apart."""
 
+    @property
+    def multiplies_by_up(self) -> bool:
+        """Whether the intermediate is the activation times up, without limits and softcap on it."""
+        return not self.skip_gate and self.up_limits == (None, None) and self.up_softcap is None
+
     def activate_(self, values: Tensor) -> Tensor:
         """Overwrite fp32 `values` with their activation and return them."""
         clip_(values, self.gate_limits)

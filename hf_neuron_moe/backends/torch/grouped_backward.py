@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import BlockBackward
+from hf_neuron_moe.backends.torch.experts import BlockBackward, GroupedWeights
 from hf_neuron_moe.backends.torch.ffn_forward import added_to_sums
 from hf_neuron_moe.backends.torch.grouped_forward import (
     CHUNK,
@@ -18,7 +18,12 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
     sum_over_experts,
     tokens_operand,
 )
-from hf_neuron_moe.backends.torch.grouped_products import each_run, project, project_over_rows, project_sums
+from hf_neuron_moe.backends.torch.grouped_products import (
+    each_run,
+    project,
+    project_over_rows,
+    project_sums,
+)
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiles import row_tiles
 
@@ -29,8 +34,9 @@ class GroupedBackward(BlockBackward):
     def run(self) -> Tensor | None:
         """Write the gradients that are wanted; return that of the tokens ``[T, H]``."""
         inner, rows, recompute_loader = self.weights.inner, self.rows, self.recompute_loader or self.loader
-        if self.d_weights is not None:
-            self.d_weights.zero_without(rows.runs)
+        d_weights = None if self.grads is None else self.grads.grouped()
+        if d_weights is not None:
+            d_weights.zero_without(rows.runs)
         dx_RH = both_G2IH = x_op = None
         added = added_to_sums(self.weights.up_GIH, (self.weights.gate_bias_GI, self.weights.up_bias_GI), self.gating)
         if self.wants_input:
@@ -47,10 +53,9 @@ class GroupedBackward(BlockBackward):
                 x_rH = batch.take(x_op)
                 pre.multiply(x_rH, missing_only=True)
             dout_rH = batch.take(dout_op)
-            d_int = self._intermediate_grad(batch, dout_rH)
-            d_gate_up, inter = self._between(batch, pre, d_int)
-            if self.d_weights is not None:
-                self._weight_grads(batch, d_gate_up, inter, dout_rH, x_rH)
+            d_gate_up, inter = self._between(batch, pre, self._intermediate_grad(batch, dout_rH))
+            if d_weights is not None:
+                self._weight_grads(d_weights, batch, d_gate_up, inter, dout_rH, x_rH)
             if dx_RH is not None:
                 self._input_grad(batch, dx_RH, d_gate_up, both_G2IH)
         return None if dx_RH is None else sum_over_experts(dx_RH, rows).to(self.x_TH.dtype)
@@ -101,44 +106,56 @@ class GroupedBackward(BlockBackward):
         columns = width if self.gating.skip_gate else 2 * width
         d_gate_up = scratch.get("d_gate_up", (batch.size, columns), operand)
         inter = scratch.get("inter", (batch.size, width), operand)
-        math = SwiGLUGrad(self.gating, loader.compute.mx, loader.round_)
         for chunk in batch.chunks(inner):
-            shape, part = (chunk.stop - chunk.start, inner), batch.global_part(chunk)
-            gate, up = pre.values(chunk, rounded=True)
-            d_int = scratch.get("d_int_chunk", shape, torch.float32).copy_(parts[0][chunk])
+            d_int = parts[0][chunk]
+            if batch.on_device is None:
+                d_int = scratch.get("d_int_chunk", tuple(d_int.shape), torch.float32).copy_(d_int)
             for part_rI in parts[1:]:
                 d_int.add_(part_rI[chunk])
-            results = scratch.get("inner_grads", (3, *shape), torch.float32)
-            math.fill(
-                results,
-                d_int,
-                gate,
-                up,
-                scratch.get("act", shape, torch.float32),
-                kept_act=None if self.saved.gate_act is None else self.saved.gate_act[part],
-                kept_product=None if self.saved.intermediate is None else self.saved.intermediate[part],
-                scale_R1=batch.scale(chunk),
-                d_scale_R=None if self.d_scale_R is None else self.d_scale_R[part],
-            )
-            loader.fill(inter[chunk], results[2])
-            if self._in_pairs:  # torch makes complex numbers of two parts three times as fast as it writes every other
-                pairs = torch.complex(results[0], results[1], out=scratch.get("pairs", shape, torch.complex64))
-                loader.fill(d_gate_up[chunk], torch.view_as_real(pairs).flatten(1))
-                continue
-            for target, values in zip(self._halves(d_gate_up), results[:2], strict=True):
-                if target.shape[1]:
-                    loader.fill(target[chunk], values)
+            self._between_chunk(batch, chunk, pre, d_int, d_gate_up[chunk], inter[chunk])
         return d_gate_up, inter
 
+    def _between_chunk(
+        self, batch: Batch, chunk: slice, pre: PreActivations, d_int: Tensor, d_gate_up: Tensor, inter: Tensor
+    ) -> None:
+        """Fill a chunk's rows of both results; `d_int`, fp32, is overwritten."""
+        loader, scratch, shape, part = self.loader, self.loader.scratch, tuple(d_int.shape), batch.global_part(chunk)
+        gate, up = pre.values(chunk, rounded=True)
+        results = scratch.get("inner_grads", (3, *shape), torch.float32)
+        SwiGLUGrad(self.gating, loader.compute.mx, loader.round_).fill(
+            results,
+            d_int,
+            gate,
+            up,
+            scratch.get("act", shape, torch.float32),
+            kept_act=None if self.saved.gate_act is None else self.saved.gate_act[part],
+            kept_product=None if self.saved.intermediate is None else self.saved.intermediate[part],
+            scale_R1=batch.scale(chunk),
+            d_scale_R=None if self.d_scale_R is None else self.d_scale_R[part],
+        )
+        loader.fill(inter, results[2])
+        if self._in_pairs:  # torch makes complex numbers of two parts three times as fast as it writes every other
+            pairs = torch.complex(results[0], results[1], out=scratch.get("pairs", shape, torch.complex64))
+            loader.fill(d_gate_up, torch.view_as_real(pairs).flatten(1))
+            return
+        for target, values in zip(self._halves(d_gate_up), results[:2], strict=True):
+            if target.shape[1]:
+                loader.fill(target, values)
+
     def _weight_grads(
-        self, batch: Batch, d_gate_up: Tensor, inter: Tensor, dout_rH: Tensor, x_rH: Tensor | None
+        self,
+        grads: GroupedWeights,
+        batch: Batch,
+        d_gate_up: Tensor,
+        inter: Tensor,
+        dout_rH: Tensor,
+        x_rH: Tensor | None,
     ) -> None:
         """Sum over each group's rows, biases' gradients included; in MX operands are quantized along them first.
 
         `dout_rH` and `x_rH`, the latter if it was needed before, are operands of the products along H.
         """
-        grads, inner, width, compute = self.d_weights, self.weights.inner, inter.shape[1], self.loader.compute
-        assert grads is not None
+        inner, width, compute = self.weights.inner, inter.shape[1], self.loader.compute
         plain = not compute.mx and self.x_TH.dtype == self.dout_TH.dtype == compute.operand
         if not plain:
             dout_rH = batch.take(self.dout_TH)
@@ -179,24 +196,24 @@ class GroupedBackward(BlockBackward):
 
     def _input_grad(self, batch: Batch, out_RH: Tensor, d_gate_up: Tensor, both_G2IH: Tensor | None) -> None:
         """Multiply with the weights; in MX after quantizing gate's and up's gradients along one axis of 2I."""
-        loader = self.loader
+        loader, columns = self.loader, d_gate_up.shape[1]
         if loader.compute.mx:
-            for chunk in batch.chunks(d_gate_up.shape[1]):
+            for chunk in batch.chunks(columns):
                 loader.quantize(d_gate_up[chunk], axis=1)
         if both_G2IH is not None:
             project(d_gate_up, both_G2IH.transpose(1, 2), batch.runs, loader, out_RH[batch.part])
             return
         for group, start, end in batch.runs:
-            both_12IH = self._padded_weights(group, d_gate_up.shape[1])
+            both_12IH = self._padded_weights(slice(group, group + 1), columns)
             project(d_gate_up, both_12IH.transpose(1, 2), [(0, start, end)], loader, out_RH[batch.part])
 
-    def _padded_weights(self, group: int, columns: int) -> Tensor:
-        """Return a group's gate and up as ``[1, columns, H]``, one after the other, each zero padded to MX groups."""
+    def _padded_weights(self, groups: slice, columns: int) -> Tensor:
+        """Return gate and up of `groups` as ``[G, columns, H]``, one after the other, each zero padded to MX groups."""
         weights = self.weights
         parts = (weights.up_GIH,) if self.gating.skip_gate else (weights.gate_GIH, weights.up_GIH)
-        shape = (len(parts), columns // len(parts), weights.up_GIH.shape[2])
+        shape = (len(weights.up_GIH[groups]), len(parts), columns // len(parts), weights.up_GIH.shape[2])
         both = self.loader.scratch.get("gate_up", shape, weights.up_GIH.dtype)
-        for target, part_GIH in zip(both, parts, strict=True):
-            target[: weights.inner].copy_(part_GIH[group])
-            target[weights.inner :].zero_()
-        return both.view(1, columns, shape[2])
+        for target_GIH, part_GIH in zip(both.unbind(1), parts, strict=True):
+            target_GIH[:, : weights.inner].copy_(part_GIH[groups])
+            target_GIH[:, weights.inner :].zero_()
+        return both.flatten(1, 2)

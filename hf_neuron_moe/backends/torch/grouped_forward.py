@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch.device_products import project_on_device
+from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
 from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows, Runs
 from hf_neuron_moe.backends.torch.ffn_forward import Added, Checkpoints, added_to_sums, save_products
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
@@ -40,6 +42,7 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 
 BATCH = 1 << 22  # elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns
 CHUNK = 1 << 18  # elements between the products that are processed at a time
+DEVICE_CHUNKS = 3  # at most so many where every operation is a launch
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,15 @@ class Batch:
         self.rows, self.start, stop = rows, runs[0][1], runs[-1][2]
         self.runs = [(group, start - self.start, end - self.start) for group, start, end in runs]
         self.part, self.length = slice(self.start, stop), stop - self.start
-        self.size = -(-self.length // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.on_device = rows.on_device
+        self.size = self.length if rows.on_device else -(-self.length // ROW_MULTIPLE) * ROW_MULTIPLE
 
     @classmethod
     def cut(cls, rows: Rows, inner: int) -> Iterator[Batch]:
-        """Cut the runs of a call into batches."""
+        """Cut the runs of a call into batches; those that only the device knows are one."""
+        if rows.on_device is not None:
+            yield cls(rows, [(0, 0, rows.count)])
+            return
         batch: list[tuple[int, int, int]] = []
         for run in rows.runs:
             if batch and (run[2] - batch[0][1]) * inner > BATCH:
@@ -87,6 +94,8 @@ class Batch:
     def chunks(self, inner: int) -> Iterator[slice]:
         """Cut the batch's rows for what is computed between the products."""
         step = max(CHUNK // inner, 1)
+        if self.on_device is not None:
+            step = max(step, -(-self.length // DEVICE_CHUNKS))
         for start in range(0, self.length, step):
             yield slice(start, min(start + step, self.length))
 
@@ -126,7 +135,10 @@ class PreActivations:
         loader: Loader,
         saved: Checkpoints,
         added: Added = (None, None),
+        *,
+        plain_up: bool = False,
     ) -> None:
+        self.plain_up = plain_up and batch.on_device is not None
         self.weights, self.batch, self.loader, self.saved, self.added = weights, batch, loader, saved, added
         self.cut = weights.inner if saved.up_cut is None else min(saved.up_cut, weights.inner)
         self.made: dict[str, Tensor] = {}
@@ -149,13 +161,20 @@ class PreActivations:
 
     def _make(self, name: str, x_rH: Tensor, weight_GNH: Operand, added_GN: Tensor | None) -> None:
         loader, runs = self.loader, self.batch.runs
+        with_ones = added_GN is not None and not loader.has_sums
+        left_rH = x_rH if with_ones else x_rH[:, : weight_GNH.shape[2]]
+        if self.batch.on_device is not None:
+            left_rH = x_rH if loader.compute.mx else left_rH
+            self.made[name] = project_on_device(
+                left_rH, weight_GNH, self.batch.on_device, loader, added_GN, sums=loader.has_sums
+            )
+            return
         shape = (self.batch.size, weight_GNH.shape[1])
         if loader.compute.mx:
             out_rN = loader.scratch.get(name, shape, torch.float32)
             project_sums(x_rH, weight_GNH, runs, loader, out_rN, added_GN)
         else:
             out_rN = loader.scratch.get(name, shape, loader.compute.operand)
-            left_rH = x_rH if added_GN is not None else x_rH[:, : weight_GNH.shape[2]]
             project(left_rH, weight_GNH, runs, loader, out_rN, added_GN=added_GN)
         self.made[name] = out_rN
 
@@ -174,11 +193,14 @@ class PreActivations:
     def values(self, chunk: slice, *, rounded: bool) -> tuple[Tensor, Tensor]:
         """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved.
 
-        With `rounded`, sums are rounded as they would have been saved. A gate that does not exist holds anything.
+        With `rounded`, sums are rounded as they would have been saved. A gate that does not exist holds anything. Up
+        is to be read only, in bf16 where `plain_up` allows it.
         """
         shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
-        gate, up = (scratch.get(f"{name}_fp32", shape, torch.float32) for name in ("gate", "up"))
-        targets = {"gate": gate, "up": up}
+        gate = scratch.get("gate_fp32", shape, torch.float32)
+        plain = self._plain_up(rounded=rounded)
+        up = scratch.get("up_fp32", shape, torch.float32) if plain is None else plain[chunk]
+        targets = {"gate": gate} if plain is not None else {"gate": gate, "up": up}
         if "up_tail" in self.made:
             targets |= {"up": up[:, : self.cut], "up_tail": up[:, self.cut :]}
         for name, target in targets.items():
@@ -190,6 +212,13 @@ class PreActivations:
             elif kept is not None:
                 target.copy_(take_tile(kept, self.batch.global_part(chunk), slice(0, target.shape[1])))
         return gate, up
+
+    def _plain_up(self, *, rounded: bool) -> Tensor | None:
+        """Return up as it is, where nothing but a product reads it."""
+        up = self.made.get("up", self.saved.up)
+        if not self.plain_up or not isinstance(up, Tensor) or up.shape[1] != self.weights.inner:
+            return None
+        return None if rounded and up.dtype == torch.float32 and self.loader.compute.mx else up
 
 
 def grouped_forward(
@@ -212,7 +241,7 @@ def grouped_forward(
     sums = compute.mx and bias_GH is not None
     out_RH = x_TH.new_empty((rows.count, x_TH.shape[1]), dtype=torch.float32 if sums else compute.operand)
     for batch in Batch.cut(rows, inner):
-        pre = PreActivations(weights, batch, loader, save, added)
+        pre = PreActivations(weights, batch, loader, save, added, plain_up=gating.multiplies_by_up)
         pre.multiply(batch.take(x_op))
         inter_rI, left_rI = _intermediate(batch, loader, width, with_ones=bias_GH is not None and not sums)
         for chunk in batch.chunks(inner):
@@ -224,9 +253,13 @@ def grouped_forward(
             if scale_r1 is not None:
                 product.mul_(scale_r1)
             loader.fill(inter_rI[chunk], product)
-            if compute.mx:
+            if compute.mx and batch.on_device is None:
                 loader.quantize(inter_rI[chunk], axis=1)
-        if sums:
+        if compute.mx and batch.on_device is not None:
+            loader.quantize(inter_rI, axis=1)
+        if batch.on_device is not None:
+            out_RH = project_on_device(left_rI, weights.down_GHI, batch.on_device, loader)
+        elif sums:
             project_sums(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part], bias_GH)
         else:
             project(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part], added_GN=bias_GH)
@@ -235,7 +268,7 @@ def grouped_forward(
 
 def has_ones(added: Added, loader: Loader) -> bool:
     """Whether the rows of gate's and up's products have ones for what is added to these."""
-    return not loader.compute.mx and any(part_GI is not None for part_GI in added)
+    return not loader.has_sums and any(part_GI is not None for part_GI in added)
 
 
 def _intermediate(batch: Batch, loader: Loader, width: int, *, with_ones: bool) -> tuple[Tensor, Tensor]:
@@ -252,6 +285,8 @@ def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
     slot_TK = rows.slot_TK
     if slot_TK is None:
         return out_RH
+    if rows.on_device is not None:
+        return _sum_on_device(out_RH, rows.on_device, slot_TK)
     if rows.end < rows.count:
         out_RH[rows.end :].zero_()
     shape = (len(slot_TK), out_RH.shape[1])
@@ -264,3 +299,9 @@ def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
             out_tH = out_RH.index_select(0, slot_t)
             part.copy_(out_tH) if number == 0 else part.add_(out_tH)
     return total_TH
+
+
+def _sum_on_device(out_RH: Tensor, runs: DeviceRuns, slot_TK: Tensor) -> Tensor:
+    """The same, a token's experts in ascending order."""
+    out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
+    return out_RH.index_select(0, slot_TK.sort(1).values.flatten()).view(*slot_TK.shape, -1).sum(1, dtype=torch.float32)

@@ -35,6 +35,7 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 ROW_MULTIPLE = 16  # so many rows are multiplied together where buffers have them: libraries keep code for each number
 FEW_ROWS = 64  # up to so many rows per group one call for all groups saves more time than it costs
 PIECE = 1 << 20  # elements of a weight that are cast or quantized at a time, which stay in the caches
+MOST_AT_ONCE = 1 << 21  # elements of a device's weight that are quantized at a time, or half of it
 ADDED = 16  # columns of a contraction axis for what is added to the sums: three, as libraries like them
 TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
 
@@ -82,7 +83,7 @@ def rows_with_ones(values_RK: Tensor) -> Tensor:
     return F.pad(F.pad(values_RK, (0, 3), value=1.0), (0, ADDED - 3))
 
 
-def _three_parts(values_GN: Tensor) -> list[Tensor]:
+def three_parts(values_GN: Tensor) -> list[Tensor]:
     """Return bf16 values whose sum is the fp32 `values_GN`, to 24 bits."""
     parts, rest_GN = [], values_GN
     for _ in range(3):
@@ -242,15 +243,15 @@ def _pieces(
         if not any(number in wanted for number in range(group, group + len(part))):
             continue
         for column in range(0, columns, step):
-            operand_gnK = _operand(part[:, column : column + step], loader, width, by_column)
+            operand_gnK = weight_operand(part[:, column : column + step], loader, width, by_column)
             if added_GN is not None:
                 added_gn = added_GN[group : group + together, column : column + step]
-                for place, values_gn in enumerate(_three_parts(added_gn), size):
+                for place, values_gn in enumerate(three_parts(added_gn), size):
                     operand_gnK[..., place].copy_(values_gn)
             yield group, column, operand_gnK
 
 
-def _operand(source_GNK: Tensor, loader: Loader, width: int, by_column: bool) -> Tensor:
+def weight_operand(source_GNK: Tensor, loader: Loader, width: int, by_column: bool) -> Tensor:
     """Return `source_GNK` as an operand ``[g, n, width]``: cast, zero padded, and in MX quantized along K.
 
     The memory runs as the source's does, so that the copy is straight.
@@ -262,6 +263,9 @@ def _operand(source_GNK: Tensor, loader: Loader, width: int, by_column: bool) ->
     operand_GNK[..., :size].copy_(source_GNK)
     if size < width:
         operand_GNK[..., size:].zero_()
-    if loader.compute.mx:
+    if loader.compute.mx and loader.on_device:
+        for part in buffer.split(max(MOST_AT_ONCE // buffer[0].numel(), -(-groups // 2))):
+            loader.quantize(part, axis=1 if by_column else 2)
+    elif loader.compute.mx:
         loader.quantize(buffer.flatten(0, 1), axis=0 if by_column else 1)
     return operand_GNK

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute, fp32_products
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, padded_rows
+from hf_neuron_moe.backends.torch.device_quantize import quantize_, quantize_tiles_
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_, integer_like
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.formats.swizzle import tile_segments
@@ -97,6 +98,12 @@ class Loader:
     lone_384: bool = False  # a contraction axis of 384 is one tile, as in ``mlp_fwd_mxfp8`` with raw operands
     rounded_sources: bool = False  # fp32 sources hold values of the compute's rounded dtype: none need be rounded
     ready_weights: bool = False  # weights are operands already (bf16 products only)
+    on_device: bool = False  # no value is read by the host
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the products of a forward are fp32 sums, to which biases are added, and not rounded themselves."""
+        return self.compute.mx or self.compute.operand == torch.float32
 
     def width(self, size: int) -> int:
         """Return how long a contraction axis of `size` is held: whole MX groups."""
@@ -151,10 +158,14 @@ class Loader:
         """Round `buffer` to MXFP8 along `axis` in place (MX mode only)."""
         if self.lone_384 and buffer.shape[axis] == 384:
             scheme = "wrapX_single"
+        if self.on_device:
+            return quantize_(buffer, axis, scheme=scheme)
         return fake_quantize_(buffer, axis, self._exponents(buffer), scheme=scheme)
 
     def quantize_rows(self, buffer: Tensor, lane: int) -> Tensor:
         """Round `buffer`, whose rows are (the first lanes of) one contraction tile, to MXFP8 along its rows."""
+        if self.on_device:
+            return quantize_tiles_(buffer, 0, lane)
         return fake_quantize_tile_(buffer, 0, lane, self._exponents(buffer))
 
     def _exponents(self, buffer: Tensor) -> Tensor:

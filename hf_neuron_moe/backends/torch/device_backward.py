@@ -1,0 +1,127 @@
+"""The backward of ``grouped_forward`` where only the device knows which rows are whose: all groups at once.
+
+Rounding points and legend are those of ``grouped_backward.py``. Results are made in an order that keeps few of them and
+of their operands alive together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.device_products import grouped_over_rows, project_on_device
+from hf_neuron_moe.backends.torch.device_quantize import quantize_rows_
+from hf_neuron_moe.backends.torch.device_runs import DeviceRuns, MXRowBlocks
+from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.backends.torch.ffn_forward import added_to_sums
+from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
+from hf_neuron_moe.backends.torch.grouped_forward import (
+    Batch,
+    PreActivations,
+    has_ones,
+    sum_over_experts,
+    tokens_operand,
+)
+from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE
+
+
+class DeviceBackward(GroupedBackward):
+    """The backward of a layer of experts; `rows` has its runs on the device."""
+
+    def run(self) -> Tensor | None:
+        """Write the gradients that are wanted; return that of the tokens ``[T, H]``."""
+        (batch,) = Batch.cut(self.rows, self.weights.inner)
+        d_gate_up, inter = self._between(batch, self._pre_activations(batch), [self._sums(batch)])
+        blocks, apart = None, d_gate_up
+        if self.loader.compute.mx and self.grads is not None:
+            assert self.rows.block_size is not None, "rows of experts lie in blocks"
+            # The products quantize the same values along different axes.
+            blocks, apart = self._runs.mx_blocks(self.rows.block_size), d_gate_up.clone()
+        dx_RH = self._dx(apart) if self.wants_input else None
+        del apart
+        if self.grads is not None:
+            self._bias_grad(d_gate_up)
+            self._down_grad(inter[:, : self.weights.inner], blocks)
+            del inter
+            self._gate_up_grad(d_gate_up, blocks)
+        return None if dx_RH is None else sum_over_experts(dx_RH, self.rows).to(self.x_TH.dtype)
+
+    @property
+    def _runs(self) -> DeviceRuns:
+        assert self.rows.on_device is not None
+        return self.rows.on_device
+
+    @property
+    def _stack(self) -> ExpertStack:
+        assert isinstance(self.weights, ExpertStack)
+        return self.weights
+
+    def _pre_activations(self, batch: Batch) -> PreActivations:
+        """Return gate and up; what was not saved is multiplied again."""
+        weights, saved, loader = self.weights, self.saved, self.loader
+        added = added_to_sums(weights.up_GIH, (weights.gate_bias_GI, weights.up_bias_GI), self.gating)
+        pre = PreActivations(weights, batch, loader, saved, added, plain_up=self.gating.multiplies_by_up)
+        kept_up = 0 if saved.up is None else saved.up.shape[1]
+        if (saved.gate is None and not self.gating.skip_gate) or kept_up < weights.inner:
+            x_op = tokens_operand(self.x_TH, loader, with_ones=has_ones(added, loader))
+            pre.multiply(batch.take(x_op), missing_only=True)
+        return pre
+
+    def _sums(self, batch: Batch) -> Tensor:
+        """Return ``dY Wd``, fp32 ``[R, I]``."""
+        dout_RH = batch.take(tokens_operand(self.dout_TH, self.loader))
+        return project_on_device(dout_RH, self.weights.down_GHI.transpose(1, 2), self._runs, self.loader, sums=True)
+
+    def _rows_of(self, values_TH: Tensor) -> Tensor:
+        """Return rows ``[R, H]`` of tokens as operands of sums over them, a fresh tensor."""
+        assert self.rows.token_R is not None
+        return values_TH.to(self.loader.compute.operand).index_select(0, self.rows.token_R)
+
+    def _over_rows(self, left: Tensor, right: Tensor, blocks: MXRowBlocks | None, dtype: torch.dtype) -> Tensor:
+        """Return ``left^T right`` as the weights lie, of `dtype`; in MX both are quantized in place before."""
+        if blocks is not None:
+            left, right = (quantize_rows_(part, blocks) for part in (left, right))
+            dtype = self.loader.compute.operand
+        if self._stack.spec.transposed:
+            left, right = right, left
+        return grouped_over_rows(left, right, self._runs.ends_G, dtype)
+
+    def _bias_grad(self, d_gate_up: Tensor) -> None:
+        """Sum the gradients of gate and up over each group's rows."""
+        if self.d_bias_G2I is None:
+            return
+        ones = d_gate_up.new_ones((len(d_gate_up), ROW_MULTIPLE))
+        sums_G2I = grouped_over_rows(ones, d_gate_up, self._runs.ends_G, torch.float32)[:, 0]
+        for bias_GI, part in zip(self.d_bias_G2I.chunk(2, dim=1), self._halves(sums_G2I), strict=True):
+            bias_GI[:, : part.shape[1]].copy_(part[:, : self.weights.inner])
+
+    def _down_grad(self, inter: Tensor, blocks: MXRowBlocks | None) -> None:
+        assert self.grads is not None
+        dtype = self._stack.stacked.down.dtype
+        self.grads.put(1, self._over_rows(self._rows_of(self.dout_TH), inter, blocks, dtype))
+
+    def _gate_up_grad(self, d_gate_up: Tensor, blocks: MXRowBlocks | None) -> None:
+        assert self.grads is not None
+        stack, inner, x_RH = self._stack, self.weights.inner, self._rows_of(self.x_TH)
+        dtype = stack.stacked.gate_up.dtype
+        padded = d_gate_up.shape[1] != inner * (1 if self.gating.skip_gate else 2)
+        if not padded and (self._in_pairs or not stack.interleaved):
+            self.grads.put(0, self._over_rows(d_gate_up, x_RH, blocks, dtype))
+            return
+        if blocks is not None:
+            d_gate_up, x_RH = (quantize_rows_(part, blocks) for part in (d_gate_up, x_RH))
+        made = self.grads.grouped()
+        for part, target_GIH in zip(self._halves(d_gate_up), (made.gate_GIH, made.up_GIH), strict=True):
+            if part.shape[1]:
+                rounded = self.loader.compute.operand if blocks is not None else dtype
+                target_GIH.copy_(grouped_over_rows(part[:, :inner], x_RH, self._runs.ends_G, rounded))
+
+    def _dx(self, d_gate_up: Tensor) -> Tensor:
+        """Multiply with the weights; in MX after quantizing gate's and up's gradients along one axis of 2I."""
+        if self.loader.compute.mx:
+            self.loader.quantize(d_gate_up, axis=1)
+        if self._rearranged:
+            both_G2IH = self._padded_weights(slice(None), d_gate_up.shape[1])
+        else:
+            both_G2IH = self.weights.both(self.loader.scratch)
+        return project_on_device(d_gate_up, both_G2IH.transpose(1, 2), self._runs, self.loader)

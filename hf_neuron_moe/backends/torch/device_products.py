@@ -1,0 +1,156 @@
+"""Products of all groups' rows as one operator each, where only the device knows the borders (``device_runs.py``).
+
+How an operator multiplies is the device's affair. On CPUs the host has the borders, so these are the products of
+``grouped_products.py``: with fp32 copies of the operands for fp32 sums, and for all sums where there are no bf16
+instructions. On CUDA a bf16 result is torch's grouped product. It gives no fp32 result: there every group is multiplied
+by itself, and the host waits for the borders.
+
+Legend: G groups, R rows, N columns of a result, K contraction axis, M rows of a result that sums over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, call_scratch, grouped_operands
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul_over_rows_into
+from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
+from hf_neuron_moe.backends.torch.experts import Runs
+from hf_neuron_moe.backends.torch.grouped_products import (
+    Operand,
+    each_run,
+    project,
+    project_over_rows,
+    project_sums,
+    three_parts,
+    weight_operand,
+)
+from hf_neuron_moe.backends.torch.tiles import Loader
+
+_ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 bytes
+
+
+@torch.library.custom_op("hf_neuron_moe::grouped_product", mutates_args=())
+def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``left @ weight^T`` ``[R, N]``, each group's rows with its weight; summed in fp32, rounded once to `dtype`.
+
+    Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group hold anything.
+    """
+    if left_RK.is_cpu:
+        return _product_on_host(left_RK, weight_GNK, _host_runs(ends_G), dtype)
+    if dtype == torch.bfloat16:
+        left_RK, weight_GNK = (_padded(part, -1) for part in (left_RK, weight_GNK))
+        weight_GKN = _padded(weight_GNK, -2).transpose(1, 2)
+        return F.grouped_mm(left_RK, weight_GKN, offs=ends_G)[:, : weight_GNK.shape[1]].contiguous()
+    parts = zip(_each_group(ends_G, left_RK), weight_GNK, strict=True)
+    product = torch.cat([torch.mm(left, weight.t(), out_dtype=dtype) for (left,), weight in parts])
+    return F.pad(product, (0, 0, 0, len(left_RK) - len(product)))
+
+
+@grouped_product.register_fake
+def _(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+    return left_RK.new_empty((len(left_RK), weight_GNK.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("hf_neuron_moe::grouped_over_rows", mutates_args=())
+def grouped_over_rows(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``left^T @ right`` of each group's rows ``[G, M, N]``, zeros for a group without any; as above."""
+    if left_RM.is_cpu:
+        return _over_rows_on_host(left_RM, right_RN, _host_runs(ends_G), len(ends_G), dtype)
+    if dtype == torch.bfloat16:
+        left, right = _padded(left_RM, -1), _padded(right_RN, -1)
+        product = F.grouped_mm(left.t(), right, offs=ends_G)
+        return product[:, : left_RM.shape[1], : right_RN.shape[1]].contiguous()
+    parts = _each_group(ends_G, left_RM, right_RN)
+    return torch.stack([torch.mm(left.t(), right, out_dtype=dtype) for left, right in parts])
+
+
+@grouped_over_rows.register_fake
+def _(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+    return left_RM.new_empty((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
+
+
+def project_on_device(
+    left_RK: Tensor,
+    weight_GNK: Operand,
+    runs: DeviceRuns,
+    loader: Loader,
+    added_GN: Tensor | None = None,
+    *,
+    sums: bool = False,
+) -> Tensor:
+    """Return the products of :func:`~.project`, or with `sums` those of :func:`~.project_sums`, of all groups at once."""
+    assert isinstance(weight_GNK, Tensor), "packed weights are for few rows on a CPU"
+    with_ones = added_GN is not None and not sums
+    straight = not with_ones and weight_GNK.dtype == left_RK.dtype and weight_GNK.shape[2] == left_RK.shape[1]
+    operand_GNK = weight_GNK
+    if loader.compute.mx or not straight or 1 not in weight_GNK.stride()[1:]:
+        by_column = weight_GNK.stride(2) > weight_GNK.stride(1)
+        operand_GNK = weight_operand(weight_GNK, loader, left_RK.shape[1], by_column)
+    if with_ones and added_GN is not None:
+        for place, values_GN in enumerate(three_parts(added_GN), weight_GNK.shape[2]):
+            operand_GNK[..., place].copy_(values_GN)
+    dtype = torch.float32 if sums else loader.compute.operand
+    product_RN = grouped_product(left_RK, operand_GNK, runs.ends_G, dtype)
+    return product_RN.add_(runs.of_rows(added_GN)) if sums and added_GN is not None else product_RN
+
+
+def _product_on_host(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, dtype: torch.dtype) -> Tensor:
+    loader = _ready_loader(left_RK)
+    native = dtype == torch.bfloat16 and bf16_matmul_is_fast(left_RK.device)
+    out_RN = left_RK.new_empty((len(left_RK), weight_GNK.shape[1]), dtype=dtype if native else torch.float32)
+    (project if native else project_sums)(left_RK, weight_GNK, runs, loader, out_RN)
+    out_RN[runs[-1][2] if runs else 0 :].zero_()
+    return out_RN.to(dtype)
+
+
+def _over_rows_on_host(left_RM: Tensor, right_RN: Tensor, runs: Runs, groups: int, dtype: torch.dtype) -> Tensor:
+    out_GMN = left_RM.new_empty((groups, left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
+    if len(runs) < groups:
+        out_GMN.zero_()
+    if not runs:
+        return out_GMN
+    native = dtype == torch.bfloat16 and bf16_matmul_is_fast(left_RM.device)
+    if not native:
+        left_RM, right_RN = left_RM.float(), right_RN.float()
+    sums_MN = out_GMN.new_empty(out_GMN.shape[1:], dtype=torch.float32) if dtype != torch.float32 else None
+    for group, left, right in each_run(runs, left_RM, right_RN):
+        if native:
+            project_over_rows(left, right, out_GMN[group])
+        elif sums_MN is None:
+            matmul_over_rows_into(out_GMN[group], left, right, len(left), accumulate=False)
+        else:
+            matmul_over_rows_into(sums_MN, left, right, len(left), accumulate=False)
+            out_GMN[group].copy_(sums_MN)
+    return out_GMN
+
+
+def _ready_loader(operand: Tensor) -> Loader:
+    precision = "fp32" if operand.dtype == torch.float32 else "bf16"
+    return Loader(grouped_operands(precision), call_scratch(operand.device), ready_weights=True)
+
+
+def _host_runs(ends_G: Tensor) -> Runs:
+    ends = ends_G.tolist()
+    bounds = zip([0, *ends], ends, strict=False)
+    return [(group, start, end) for group, (start, end) in enumerate(bounds) if end > start]
+
+
+def _each_group(ends_G: Tensor, *tensors_R: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    ends = ends_G.tolist()
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield tuple(tensor[start:end] for tensor in tensors_R)
+
+
+def _padded(operand: Tensor, axis: int) -> Tensor:
+    """Return `operand` with one of its last two axes zero padded, and strides, as torch's grouped product wants them."""
+    more = -operand.shape[axis] % _ALIGNED
+    if more:
+        return F.pad(operand, (0, more) if axis == -1 else (0, 0, 0, more))
+    strides = operand.stride()
+    straight = 1 in strides[-2:] and all(stride % _ALIGNED == 0 for stride in strides if stride != 1)
+    return operand if straight else operand.contiguous()

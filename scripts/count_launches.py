@@ -1,0 +1,194 @@
+"""Count what one layer of experts asks of a device: operations, host synchronizations, bytes.
+
+Every operation that torch dispatches, forward and backward, is counted on the CPU. Views and the allocation of memory
+are none. On an accelerator each is at least one kernel launch. A host synchronization is a value that Python reads
+from a tensor: an accelerator stands still until it is there. The stock experts are transformers' with ``grouped_mm``.
+
+    python scripts/count_launches.py
+    python scripts/count_launches.py --experts 8 --top-k 2 --hidden 512 --inner 1792 --json counts.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
+from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.base import BackwardCall
+from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
+
+READS = {"_local_scalar_dense", "equal", "nonzero", "bincount", "unique_consecutive", "_unique2", "masked_select"}
+ALLOCATIONS = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, reads and the most bytes alive of what was made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
+        self.alive = self.peak = 0
+        self._seen: set[int] = set()
+        self._lists = _Lists(self)
+
+    def __enter__(self) -> Launches:
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._lists.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one operation."""
+        name = func._schema.name.partition("::")[2]
+        if name in READS:
+            self.reads[name] += 1
+        elif name not in ALLOCATIONS and not _is_view(func):
+            self.operations[name] += 1
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                self._hold(made)
+        return result
+
+    def _hold(self, made: Tensor) -> None:
+        storage = made.untyped_storage()
+        if storage._cdata in self._seen:
+            return
+        self._seen.add(storage._cdata)
+        self.alive += (size := storage.nbytes())
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._release, storage._cdata, size)
+
+    def _release(self, number: int, size: int) -> None:
+        self._seen.discard(number)
+        self.alive -= size
+
+
+class _Lists(TorchFunctionMode):
+    """Counts what becomes a list, which torch does not dispatch on CPUs."""
+
+    def __init__(self, counts: Launches) -> None:
+        self.counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a call of ``tolist``."""
+        if func in (Tensor.tolist, Tensor.numpy):
+            self.counts.reads["tolist"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return any(alias is not None and not alias.is_write for alias in aliases) or func._schema.name == "aten::detach"
+
+
+class Layer:
+    """One layer of experts with random weights and a routing that leaves none out."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        draw = torch.Generator().manual_seed(0)
+        E, H, inner, T, K = (getattr(arguments, name) for name in ("experts", "hidden", "inner", "tokens", "top_k"))
+        self.x_TH = torch.randn(T, H, generator=draw).bfloat16()
+        self.dout_TH = torch.randn(T, H, generator=draw).bfloat16()
+        scores_TE = torch.randn(T, E, generator=draw)
+        weight_TK, index_TK = scores_TE.softmax(1).topk(K)
+        self.routing = Routing(index_TK, weight_TK)
+        gate_up = torch.randn(E, 2 * inner, H, generator=draw).mul_(H**-0.5).bfloat16()
+        down = torch.randn(E, H, inner, generator=draw).mul_(inner**-0.5).bfloat16()
+        self.weights = ExpertWeights(gate_up, down)
+
+    def patched(self, backend: str, precision: str, policy: str) -> Callable[[], None]:
+        """Return forward and backward of a patched block."""
+        kernels, keep, spec = get_backend(backend), parse_keep(canonical_keep(policy, precision)), BlockSpec(precision)
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        x_TH, dout_TH = self.x_TH.to(dtype), self.dout_TH.to(dtype)
+
+        def step() -> None:
+            y_TH, saved = kernels.experts_forward(x_TH, self.routing, self.weights, spec, keep)
+            call = BackwardCall(spec, keep, Wants())
+            kernels.experts_backward(dout_TH, x_TH, self.routing, self.weights, saved, call)
+
+        return step
+
+    def stock(self) -> Callable[[], None]:
+        """Return forward and backward of transformers' experts with ``grouped_mm``."""
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        E, hidden, inner = self.weights.down.shape
+        config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=E)
+        config._experts_implementation = "grouped_mm"
+        experts = Qwen3MoeExperts(config)
+        experts.gate_up_proj, experts.down_proj = map(torch.nn.Parameter, self.weights[:2])
+        x_TH, (index_TK, weight_TK) = self.x_TH.clone().requires_grad_(), self.routing
+        weight_TK = weight_TK.clone().requires_grad_()
+
+        def step() -> None:
+            experts(x_TH, index_TK, weight_TK).backward(self.dout_TH)
+
+        return step
+
+
+def counted(step: Callable[[], None]) -> dict[str, int]:
+    """Return what `step` asks of a device."""
+    with Launches() as counts:
+        step()
+    return {
+        "operations": counts.operations.total(),
+        "host_synchronizations": counts.reads.total(),
+        "peak_bytes": counts.peak,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=_Raw)
+    for name, default in (("experts", 128), ("top-k", 8), ("hidden", 128), ("inner", 128), ("tokens", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--policies", nargs="+", default=["minimal"], help="activation policies (minimal)")
+    parser.add_argument("--json", type=Path, help="also write the counts there")
+    return parser
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the commands of the description on their lines."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table."""
+    chosen = _parser().parse_args(arguments)
+    layer, rows = Layer(chosen), []
+    rows.append({"experts": "stock grouped_mm", "precision": "bf16", "policy": "", **counted(layer.stock())})
+    for backend in ("torch", "torch-grouped"):
+        for precision in ("bf16", "mxfp8", "fp32"):
+            for policy in chosen.policies:
+                counts = counted(layer.patched(backend, precision, policy))
+                rows.append({"experts": backend, "precision": precision, "policy": policy, **counts})
+    print(f"{'experts':18} {'precision':9} {'policy':10} {'operations':>10} {'host reads':>10} {'peak MiB':>9}")
+    for row in rows:
+        where = f"{row['experts']:18} {row['precision']:9} {row['policy']:10}"
+        mib = row["peak_bytes"] / 2**20
+        print(f"{where} {row['operations']:10,} {row['host_synchronizations']:10,} {mib:9.1f}")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
