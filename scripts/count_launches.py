@@ -4,7 +4,7 @@ Every operation that torch dispatches, forward and backward, is counted on the C
 are none. On an accelerator each is at least one kernel launch. A host synchronization is a value that Python reads
 from a tensor: an accelerator stands still until it is there. The stock experts are transformers' with ``grouped_mm``.
 
-    python scripts/count_launches.py
+    python scripts/count_launches.py --policies minimal full recompute fp8
     python scripts/count_launches.py --experts 8 --top-k 2 --hidden 512 --inner 1792 --json counts.json
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import weakref
 from collections import Counter
@@ -102,9 +103,9 @@ def _is_view(func: Any) -> bool:
 class Layer:
     """One layer of experts with random weights and a routing that leaves none out."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, experts: int, hidden: int, inner: int, tokens: int, top_k: int) -> None:
         draw = torch.Generator().manual_seed(0)
-        E, H, inner, T, K = (getattr(arguments, name) for name in ("experts", "hidden", "inner", "tokens", "top_k"))
+        E, H, T, K = experts, hidden, tokens, top_k
         self.x_TH = torch.randn(T, H, generator=draw).bfloat16()
         self.dout_TH = torch.randn(T, H, generator=draw).bfloat16()
         scores_TE = torch.randn(T, E, generator=draw)
@@ -121,7 +122,7 @@ class Layer:
         x_TH, dout_TH = self.x_TH.to(dtype), self.dout_TH.to(dtype)
 
         def step() -> None:
-            y_TH, saved = kernels.experts_forward(x_TH, self.routing, self.weights, spec, keep)
+            _, saved = kernels.experts_forward(x_TH, self.routing, self.weights, spec, keep)
             call = BackwardCall(spec, keep, Wants())
             kernels.experts_backward(dout_TH, x_TH, self.routing, self.weights, saved, call)
 
@@ -173,7 +174,8 @@ class _Raw(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
     chosen = _parser().parse_args(arguments)
-    layer, rows = Layer(chosen), []
+    os.environ.setdefault("HF_NEURON_MOE_GROUPED", "0")  # ``torch`` computes one expert after the other
+    layer, rows = Layer(chosen.experts, chosen.hidden, chosen.inner, chosen.tokens, chosen.top_k), []
     rows.append({"experts": "stock grouped_mm", "precision": "bf16", "policy": "", **counted(layer.stock())})
     for backend in ("torch", "torch-grouped"):
         for precision in ("bf16", "mxfp8", "fp32"):

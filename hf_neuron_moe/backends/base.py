@@ -88,8 +88,8 @@ class Backend(Protocol):
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         """Say the same for a block with MX weights; without `training` its forward is enough."""
 
-    def describe_products(self, precision: str, device: torch.device) -> str:
-        """Return in words how PyTorch multiplies where there are many rows; empty where kernels do."""
+    def describe_products(self, precision: str, device: torch.device, shape: BlockShape | None = None) -> str:
+        """Return in words how PyTorch multiplies many rows in a block of `shape`; empty where kernels do."""
         return ""
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:

@@ -204,5 +204,7 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
         weight_copy_bytes=support.weight_copy_bytes,
         notes=(*notes, note) if listed else notes,
         kernel_sizes=support.kernel_sizes,
-        products=get_backend(config.backend).describe_products(config.precision, _device(item.candidate)),
+        products=get_backend(config.backend).describe_products(
+            config.precision, _device(item.candidate), block_shape(item.candidate, config.weights)
+        ),
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.activation_policy import keep_strings
-from hf_neuron_moe.backends.torch import compute
+from hf_neuron_moe.backends.torch import backend, compute
 from hf_neuron_moe.modules import ops
 from tests.backends.rounding_oracle import NETWORKS, Outcome, draw, exact_experts, run_experts, times_one_rounding
 
@@ -22,12 +22,20 @@ do not cancel each other cost 1.41 with the sum's own rounding; the documentatio
 IN_FP32 = 0.1
 """The router's gradient is an fp32 sum and returned in fp32."""
 PRODUCTS = pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
+WAYS = pytest.mark.parametrize(
+    ("native", "at_once"),
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["fp32_products", "bf16_products", "fp32_products_at_once", "bf16_products_at_once"],
+)
+"""Experts are also computed all at once, without a value on the host (``"torch-grouped"``)."""
 
 
 @pytest.fixture(autouse=True)
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     native = request.node.callspec.params["native"]
     monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: native)
+    at_once = request.node.callspec.params.get("at_once", False)
+    monkeypatch.setattr(backend, "computes_at_once", lambda *_: at_once)
 
 
 DENSE = [(128, 128, 7168), (150, 160, 600), (9, 96, 2100), (640, 64, 130)]
@@ -59,12 +67,20 @@ def test_dense(native: bool, precision: str, tokens: int, hidden: int, inner: in
 
 
 @pytest.mark.thinned(4)
-@PRODUCTS
+@WAYS
 @pytest.mark.parametrize("precision", NETWORKS)
 @pytest.mark.parametrize(("tokens", "hidden", "inner", "experts"), EXPERTS)
 @pytest.mark.parametrize(("transposed", "binades"), [(False, 0), (True, 8)])
 def test_experts(
-    native: bool, precision: str, tokens: int, hidden: int, inner: int, experts: int, transposed: bool, binades: int
+    native: bool,
+    at_once: bool,
+    precision: str,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    experts: int,
+    transposed: bool,
+    binades: int,
 ) -> None:
     g = torch.Generator().manual_seed(tokens)
     operands = {

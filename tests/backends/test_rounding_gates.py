@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import keep_strings
 from hf_neuron_moe.backends.gate import Gate
-from hf_neuron_moe.backends.torch import compute
+from hf_neuron_moe.backends.torch import backend, compute
 from hf_neuron_moe.modules import ops
 from tests.backends.rounding_oracle import NETWORKS, draw, elementwise, exact_experts, run_experts, times_one_rounding
 from tests.backends.test_gates import GATES
@@ -22,6 +22,12 @@ SCATTER = 1.25
 IN_FP32 = 0.1
 """As in ``test_rounding_contract``: router's gradients and sums over rows are fp32."""
 PRODUCTS = pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
+WAYS = pytest.mark.parametrize(
+    ("native", "at_once"),
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["fp32_products", "bf16_products", "fp32_products_at_once", "bf16_products_at_once"],
+)
+"""Experts are also computed all at once, without a value on the host (``"torch-grouped"``)."""
 GATED = [name for name, gate in GATES.items() if gate.gated]
 LAYOUTS = {"stock": (False, False), "transposed": (True, False), "interleaved": (False, True), "both": (True, True)}
 POLICIES = pytest.mark.parametrize(
@@ -33,6 +39,8 @@ POLICIES = pytest.mark.parametrize(
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     native = request.node.callspec.params["native"]
     monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: native)
+    at_once = request.node.callspec.params.get("at_once", False)
+    monkeypatch.setattr(backend, "computes_at_once", lambda *_: at_once)
 
 
 def dense_operands(tokens: int, hidden: int, inner: int, *, biased: bool) -> tuple[list[Tensor], Tensor]:
@@ -89,11 +97,11 @@ def expert_operands(gate: Gate, tokens: int, hidden: int, inner: int, biased: bo
 
 
 @pytest.mark.thinned(3)
-@PRODUCTS
+@WAYS
 @pytest.mark.parametrize("precision", NETWORKS)
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize(("layout", "biased"), [("stock", True), ("both", True), ("interleaved", False)])
-def test_experts(native: bool, precision: str, name: str, layout: str, biased: bool) -> None:
+def test_experts(native: bool, at_once: bool, precision: str, name: str, layout: str, biased: bool) -> None:
     gate, (transposed, interleaved) = GATES[name], LAYOUTS[layout]
     operands, dout = expert_operands(gate, 150, 96, 200, biased)
     interleaved = interleaved and gate.gated
@@ -106,13 +114,13 @@ def test_experts(native: bool, precision: str, name: str, layout: str, biased: b
 
 
 @pytest.mark.thinned(3)
-@PRODUCTS
+@WAYS
 @pytest.mark.parametrize("precision", ["fp32", *NETWORKS])
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("layout", ["stock", "both"])
 @POLICIES
 def test_every_policy_gives_the_same_bits(
-    native: bool, precision: str, name: str, layout: str, policies: list[str] | None
+    native: bool, at_once: bool, precision: str, name: str, layout: str, policies: list[str] | None
 ) -> None:
     gate, (transposed, interleaved) = GATES[name], LAYOUTS[layout]
     operands, dout = expert_operands(gate, 40, 64, 200, True)
@@ -125,12 +133,12 @@ def test_every_policy_gives_the_same_bits(
     assert torch.equal(in_fp8["y"], first["y"])
 
 
-@PRODUCTS
+@WAYS
 @pytest.mark.parametrize("precision", ["fp32", *NETWORKS])
 @pytest.mark.parametrize("name", GATED)
 @POLICIES
 def test_every_policy_of_a_dense_network_gives_the_same_bits(
-    native: bool, precision: str, name: str, policies: list[str] | None
+    native: bool, at_once: bool, precision: str, name: str, policies: list[str] | None
 ) -> None:
     leaves, dout = dense_operands(9, 64, 300 if policies else 2100, biased=True)
     first = run_dense(leaves, dout, GATES[name], precision=precision, activations="full")

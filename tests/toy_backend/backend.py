@@ -56,7 +56,7 @@ class ToyBackend:
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         return Support("the toy reads no MX weights")
 
-    def describe_products(self, precision: str, device: torch.device) -> str:
+    def describe_products(self, precision: str, device: torch.device, shape: BlockShape | None = None) -> str:
         return ""
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:

@@ -22,12 +22,14 @@ from hf_neuron_moe.backends.torch import generation
 from hf_neuron_moe.backends.torch.biases import BiasGrads, add_down_bias, routed_bias_grad
 from hf_neuron_moe.backends.torch.compute import (
     FreshScratch,
-    computes_all_at_once,
+    computes_at_once,
     describe_products,
     grouped_operands,
+    never_waits,
 )
 from hf_neuron_moe.backends.torch.cpu import decode
 from hf_neuron_moe.backends.torch.device_backward import DeviceBackward
+from hf_neuron_moe.backends.torch.device_quantized import backward_at_once, forward_at_once
 from hf_neuron_moe.backends.torch.experts import (
     BlockBackward,
     ExpertStack,
@@ -53,7 +55,7 @@ class TorchBackend:
     never reads a value on the host.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "torch") -> None:
         self.name = name
 
     traceable = False
@@ -84,19 +86,31 @@ class TorchBackend:
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         return Support()
 
-    def describe_products(self, precision: str, device: torch.device) -> str:
-        return describe_products(precision, device)
+    def describe_products(self, precision: str, device: torch.device, shape: BlockShape | None = None) -> str:
+        words = describe_products(precision, device)
+        if shape is None or shape.experts is None:
+            return words
+        at_once = self._at_once(precision, device, shape.experts, shape.hidden * shape.inner)
+        return f"{words} of all experts at once" if at_once else words
 
     def _on_device(self, device: torch.device) -> bool:
         """Whether no value may be read on the host."""
-        if self.name == "torch-grouped":
-            return True
-        return computes_all_at_once(device)
+        return self.name == "torch-grouped" or never_waits(device)
 
-    def _rows(self, routing: Routing, experts: int, spec: BlockSpec, device: torch.device) -> Rows:
+    def _at_once(self, precision: str, device: torch.device, experts: int, elements: int) -> bool:
+        return self.name == "torch-grouped" or computes_at_once(precision, device, experts, elements)
+
+    def _rows(self, routing: Routing, down: Tensor, spec: BlockSpec) -> Rows:
         """Return the sorted pairs, borders on the device or on the host."""
-        of_routing = Rows.of_routing_on_device if self._on_device(device) else Rows.of_routing
-        return of_routing(routing, experts, spec.block_size)
+        at_once = self._at_once(spec.precision, down.device, len(down), down[0].numel())
+        of_routing = Rows.of_routing_on_device if at_once else Rows.of_routing
+        return of_routing(routing, len(down), spec.block_size)
+
+    def _quantized_rows(self, x: Tensor, routing: Routing | None, stack: MXExpertStack) -> Rows:
+        if routing is None:
+            return Rows.of_dense(len(x))
+        of_routing = Rows.of_routing_on_device if self._on_device(x.device) else Rows.of_routing
+        return of_routing(routing, len(stack.gate_up_codes))
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         rows = x.shape[0] * (1 if shape.top_k is None else shape.top_k)
@@ -164,7 +178,7 @@ class TorchBackend:
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
                 return decode.experts(x_TH, routing, weights, spec, gating), _nothing(x_TH)
-        rows, stack = self._rows(routing, len(down), spec, x_TH.device), ExpertStack(weights, spec)
+        rows, stack = self._rows(routing, down, spec), ExpertStack(weights, spec)
         if not keep.backward and not on_device and generation.suits(spec.precision, count, gate_up):
             out_TH = generation.experts(x_TH, rows, stack, gating)
             if weights.down_bias is not None:
@@ -177,7 +191,7 @@ class TorchBackend:
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
     ) -> ExpertsGrads:
         spec, keep, wants = call
-        rows = self._rows(routing, len(weights.down), spec, dout_TH.device)
+        rows = self._rows(routing, weights.down, spec)
         stack, gating = ExpertStack(weights, spec), _gating(spec.gate, keep)
         loader = _loader(spec, dout_TH, rows, stack, on_device=rows.on_device is not None)
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
@@ -213,10 +227,11 @@ class TorchBackend:
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = _quantized_rows(x_TH, routing, stack)
+        rows = self._quantized_rows(x_TH, routing, stack)
         saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep)
         checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating_of(stack.gate))
-        out_TH = quantized_forward(x_TH, rows, stack, checkpoints)
+        forward = quantized_forward if rows.on_device is None else forward_at_once
+        out_TH = forward(x_TH, rows, stack, checkpoints)
         if stack.down_bias is not None:
             out_TH = add_down_bias(out_TH, stack.down_bias.view(-1, stack.hidden), routing)
         return out_TH.to(x_TH.dtype), *saved
@@ -231,11 +246,11 @@ class TorchBackend:
         keep: Keep,
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
-        rows = _quantized_rows(dout_TH, routing, stack)
+        rows = self._quantized_rows(dout_TH, routing, stack)
         gating = _gating(stack.gate, keep)
         checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating)  # only gate and up are read
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
-        dx_TH = quantized_backward(
+        dx_TH = (quantized_backward if rows.on_device is None else backward_at_once)(
             dout_TH,
             x_TH,
             rows,
@@ -339,10 +354,6 @@ def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
 def _gating(gate: Gate, keep: Keep) -> Gating:
     gating = gating_of(gate)
     return FP8Gating(**vars(gating)) if keep.fp8 else gating
-
-
-def _quantized_rows(x: Tensor, routing: Routing | None, stack: MXExpertStack) -> Rows:
-    return Rows.of_dense(len(x)) if routing is None else Rows.of_routing(routing, len(stack.gate_up_codes))
 
 
 def _routing_grad(d_scale_R: Tensor | None, rows: Rows, weight_TK: Tensor) -> Tensor | None:

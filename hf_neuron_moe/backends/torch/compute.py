@@ -76,13 +76,22 @@ def choose_compute(
 
 GROUPED = "HF_NEURON_MOE_GROUPED"
 """Environment variable: with ``1`` all experts of a layer are computed at once on every device, with ``0`` on none;
-``auto`` or unset leaves it to the device."""
+``auto`` or unset leaves it to device and sizes."""
+MANY_EXPERTS, SMALL_EXPERT = 32, 1 << 16
+"""On CPUs so many experts of so few elements per projection are computed at once in mxfp8: there the calls of one
+expert after the other take more time than what they compute (``benchmarks/blocks.py``)."""
 
 
-def computes_all_at_once(device: torch.device) -> bool:
-    """Whether the backend ``"torch"`` computes all experts of a layer at once, without a value on the host."""
+def never_waits(device: torch.device) -> bool:
+    """Whether the backend ``"torch"`` may read no value of `device` on the host."""
     option = environment_option(GROUPED, "auto", "0", "1")
     return device.type != "cpu" if option == "auto" else option == "1"
+
+
+def computes_at_once(precision: str, device: torch.device, experts: int, elements: int) -> bool:
+    """Whether the backend ``"torch"`` computes all experts of a layer at once; `elements` of one projection of one."""
+    small = precision == "mxfp8" and experts >= MANY_EXPERTS and elements <= SMALL_EXPERT
+    return never_waits(device) or (small and environment_option(GROUPED, "auto", "0", "1") == "auto")
 
 
 def bf16_matmul_is_fast(device: torch.device) -> bool:

@@ -77,7 +77,7 @@ class DeviceBackward(GroupedBackward):
         assert self.rows.token_R is not None
         return values_TH.to(self.loader.compute.operand).index_select(0, self.rows.token_R)
 
-    def _over_rows(self, left: Tensor, right: Tensor, blocks: MXRowBlocks | None, dtype: torch.dtype) -> Tensor:
+    def _sum_over_rows(self, left: Tensor, right: Tensor, blocks: MXRowBlocks | None, dtype: torch.dtype) -> Tensor:
         """Return ``left^T right`` as the weights lie, of `dtype`; in MX both are quantized in place before."""
         if blocks is not None:
             left, right = (quantize_rows_(part, blocks) for part in (left, right))
@@ -98,7 +98,7 @@ class DeviceBackward(GroupedBackward):
     def _down_grad(self, inter: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
         dtype = self._stack.stacked.down.dtype
-        self.grads.put(1, self._over_rows(self._rows_of(self.dout_TH), inter, blocks, dtype))
+        self.grads.put(1, self._sum_over_rows(self._rows_of(self.dout_TH), inter, blocks, dtype))
 
     def _gate_up_grad(self, d_gate_up: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
@@ -106,7 +106,7 @@ class DeviceBackward(GroupedBackward):
         dtype = stack.stacked.gate_up.dtype
         padded = d_gate_up.shape[1] != inner * (1 if self.gating.skip_gate else 2)
         if not padded and (self._in_pairs or not stack.interleaved):
-            self.grads.put(0, self._over_rows(d_gate_up, x_RH, blocks, dtype))
+            self.grads.put(0, self._sum_over_rows(d_gate_up, x_RH, blocks, dtype))
             return
         if blocks is not None:
             d_gate_up, x_RH = (quantize_rows_(part, blocks) for part in (d_gate_up, x_RH))

@@ -36,7 +36,7 @@ _ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 byte
 
 @torch.library.custom_op("hf_neuron_moe::grouped_product", mutates_args=())
 def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left @ weight^T`` ``[R, N]``, each group's rows with its weight; summed in fp32, rounded once to `dtype`.
+    """Return ``left @ weight^T`` ``[R, N]`` of each group's rows and weight: fp32 sums, rounded once to `dtype`.
 
     Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group hold anything.
     """
@@ -83,7 +83,7 @@ def project_on_device(
     *,
     sums: bool = False,
 ) -> Tensor:
-    """Return the products of :func:`~.project`, or with `sums` those of :func:`~.project_sums`, of all groups at once."""
+    """Return the products of ``project``, or with `sums` of ``project_sums``, of all groups at once."""
     assert isinstance(weight_GNK, Tensor), "packed weights are for few rows on a CPU"
     with_ones = added_GN is not None and not sums
     straight = not with_ones and weight_GNK.dtype == left_RK.dtype and weight_GNK.shape[2] == left_RK.shape[1]
@@ -147,7 +147,7 @@ def _each_group(ends_G: Tensor, *tensors_R: Tensor) -> Iterator[tuple[Tensor, ..
 
 
 def _padded(operand: Tensor, axis: int) -> Tensor:
-    """Return `operand` with one of its last two axes zero padded, and strides, as torch's grouped product wants them."""
+    """Return `operand` with one of its last two axes zero padded, and its strides, as torch's product wants them."""
     more = -operand.shape[axis] % _ALIGNED
     if more:
         return F.pad(operand, (0, more) if axis == -1 else (0, 0, 0, more))

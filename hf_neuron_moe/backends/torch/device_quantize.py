@@ -8,6 +8,8 @@ in the format; infinities and NaN stay.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from hf_neuron_moe.backends.torch.device_runs import MXRowBlocks
 from hf_neuron_moe.backends.torch.fake_quant import float_bits
 from hf_neuron_moe.formats.constants import PATCH_ROWS
 from hf_neuron_moe.formats.swizzle import tile_segments
+
+warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta", category=UserWarning)
 
 _SMALLEST_FIELD = 7  # of a block: its scale byte is 0
 _FIELD_OF_2 = 128

@@ -304,4 +304,5 @@ def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
 def _sum_on_device(out_RH: Tensor, runs: DeviceRuns, slot_TK: Tensor) -> Tensor:
     """The same, a token's experts in ascending order."""
     out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
-    return out_RH.index_select(0, slot_TK.sort(1).values.flatten()).view(*slot_TK.shape, -1).sum(1, dtype=torch.float32)
+    out_TKH = out_RH.index_select(0, slot_TK.sort(1).values.flatten()).view(*slot_TK.shape, out_RH.shape[1])
+    return out_TKH.sum(1, dtype=torch.float32)

@@ -10,6 +10,7 @@ half of the values near a limit to its other side, and their gradients would com
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -81,10 +82,7 @@ class FP8Rows:
 
     def _within_limits(self, values: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         """Put the limits where their codes are, and nothing else on or beyond them."""
-        inside = tuple(
-            None if limit is None else float(torch.tensor(limit, dtype=torch.float32).nextafter(torch.tensor(-away)))
-            for limit, away in zip(self.limits, (math.inf, -math.inf), strict=True)
-        )
+        inside = tuple(_next_to(limit, away) for limit, away in zip(self.limits, (-math.inf, math.inf), strict=True))
         values = clip_(values, (inside[0], inside[1]))
         # A group with a NaN or an infinity has no usable scale, and is NaN throughout.
         usable = scales.isfinite().repeat_interleave(GROUP, dim=1)[:, : codes.shape[1]]
@@ -92,6 +90,14 @@ class FP8Rows:
             if limit is not None:
                 values = values.masked_fill((codes == code) & usable, limit)
         return values
+
+
+@functools.cache
+def _next_to(limit: float | None, towards: float) -> float | None:
+    """Return the float32 next to `limit`."""
+    if limit is None:
+        return None
+    return float(torch.tensor(limit, dtype=torch.float32).nextafter(torch.tensor(towards)))
 
 
 class StoredRows(Protocol):
