@@ -72,13 +72,13 @@ def cases() -> dict[str, Callable[[], Any]]:
             both, gate_up.transpose(1, 2), ends, dtype=torch.bfloat16
         ),
         "weight_gradient": lambda: expert_gemm.weight_gradient(both, x, ends, gate_up, tokens=(None, token)),
-        "mx_product": lambda: expert_gemm.mx_product(codes, weight, ends, token_R=token),
-        "mx_weight_gradient": lambda: expert_gemm.mx_weight_gradient(
-            by_rows, by_rows, ends, BLOCK, empty(E, INNER, INNER)
+        "mx_product": lambda: expert_gemm.grouped_product(codes, weight, ends, token_R=token),
+        "mx_weight_gradient": lambda: expert_gemm.weight_gradient(
+            by_rows, by_rows, ends, empty(E, INNER, INNER), block_size=BLOCK
         ),
-        "quantize columns": lambda: mx_both_ways.quantize_columns(x, values=False),
-        "quantize both": lambda: mx_both_ways.quantize_both(both, ends, BLOCK, values=False),
-        "quantize both, values": lambda: mx_both_ways.quantize_both(both, ends, BLOCK, values=True),
+        "quantize columns": lambda: mx_both_ways.quantize(x, values=False),
+        "quantize both": lambda: mx_both_ways.quantize(both, (ends, BLOCK), values=False),
+        "quantize both, values": lambda: mx_both_ways.quantize(both, (ends, BLOCK), values=True),
         "gate_forward": lambda: forward(inter, inter, SWIGLU, scale_R=scale, saved=rows),
         "gate_forward, FP8": lambda: forward(sums, sums, limits, scale_R=scale, saved=fp8),
         "gate_backward": lambda: backward(sums, rows, SWIGLU, into, scale_R=scale),

@@ -14,11 +14,9 @@ pytest.importorskip("triton")
 
 from hf_neuron_moe.backends.triton.expert_gemm import (
     grouped_product,
-    mx_product,
-    mx_weight_gradient,
     weight_gradient,
 )
-from hf_neuron_moe.backends.triton.mx_both_ways import quantize_both, quantize_columns
+from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 from hf_neuron_moe.errors import DTypeError, ShapeError
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from tests.triton_kernels.grouped_rows import ENDS, ends_and_rows, runs, small_integers, wide
@@ -100,8 +98,8 @@ def test_product_of_codes_and_scales(groups: str, columns: int) -> None:
     ends, rows = ends_and_rows(groups)
     x, weight = torch.randn(9, columns).bfloat16(), torch.randn(len(ends), N, columns).bfloat16()
     token = torch.arange(rows) % 9
-    operands = (quantize_columns(part.flatten(0, -2), values=False) for part in (x, weight))
-    ours = mx_product(*operands, ends, token_R=token, tiles=TILES)
+    operands = (quantize(part.flatten(0, -2), values=False)[0] for part in (x, weight))
+    ours = grouped_product(*operands, ends, token_R=token, tiles=TILES)
     pad = torch.nn.functional.pad
     x64, w64 = (fake_quantize_mx(pad(part, (0, -columns % 128))).double() for part in (x, weight))
     bound = columns * 2.0**-24 * product_of(x64.abs()[token], w64.abs(), groups)
@@ -113,10 +111,11 @@ def test_sums_of_codes_and_scales(groups: str, block: int) -> None:
     ends, rows = ends_and_rows(groups)
     sources = [torch.randn(rows, 24).bfloat16(), torch.randn(rows, 40).bfloat16()]
     by_rows = {"columns": False, "tiles": {"TILE_R": min(block, 128), "TILE_C": 128}}
-    left, right = (quantize_both(part, ends, block, values=False, **by_rows)[1] for part in sources)
-    left64, right64 = (quantize_both(part, ends, block, values=True, **by_rows)[1].values.double() for part in sources)
+    left, right = (quantize(part, (ends, block), values=False, **by_rows)[1] for part in sources)
+    left64, right64 = (quantize(part, (ends, block), values=True, **by_rows)[1].values.double() for part in sources)
     tiles = {"TILE_N": 32, "TILE_K": 64, "TILE_R": min(block, 128)}
-    ours = mx_weight_gradient(left, right, ends, block, torch.full((len(ends), 24, 40), 7.0), tiles=tiles)
+    ours = torch.full((len(ends), 24, 40), 7.0)
+    weight_gradient(left, right, ends, ours, block_size=block, tiles=tiles)
     bound = rows * 2.0**-24 * sums_of(left64.abs(), right64.abs(), groups)
     assert bool(((ours - sums_of(left64, right64, groups)).abs() <= bound).all())
 

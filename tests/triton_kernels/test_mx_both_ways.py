@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from hf_neuron_moe.backends.triton.mx_both_ways import quantize_both, quantize_columns
+from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 from hf_neuron_moe.errors import DTypeError, ShapeError
 from hf_neuron_moe.formats.mx import fake_quantize_mx, quantize_mx
 from hf_neuron_moe.formats.padding import padded_size
@@ -39,13 +39,13 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 def test_columns(columns: int, lone_384: bool, dtype: torch.dtype) -> None:
     x, scheme = wide(13, columns).to(dtype), "wrapX_single" if lone_384 else "wrapX"
     token = torch.tensor([3, 0, 12, 12, 5])
-    ours = quantize_columns(x, values=False, token_R=token, lone_384=lone_384, tiles=TILES)
+    ours, _ = quantize(x, values=False, token_R=token, lone_384=lone_384, tiles=TILES)
     expected = quantize_mx(padded(x[token]), scheme=scheme)
     assert ours.codes is not None and ours.scales is not None
     order = hardware_order(padded_size(columns), scheme)
     assert torch.equal(ours.codes, unswizzle(expected.codes, scheme)[:, order])
     assert torch.equal(ours.scales, expected.scales.t())
-    values = quantize_columns(x, values=True, lone_384=lone_384).values
+    values = quantize(x, values=True, lone_384=lone_384)[0].values
     assert values is not None
     assert same_bits(values, fake_quantize_mx(padded(x), scheme=scheme).bfloat16())
 
@@ -64,8 +64,8 @@ def test_rows_of_each_group(groups: str, block: int, tile: int) -> None:
     (ends, rows), tiles = ends_and_rows(groups), {"TILE_R": tile, "TILE_C": 128}
     source = wide(rows + 3, 40, seed=block).bfloat16()
     token = torch.arange(rows).flip(0) + 2
-    by_columns, by_rows = quantize_both(source, ends, block, values=False, token_R=token, tiles=tiles)
-    _, values = quantize_both(source, ends, block, values=True, columns=False, token_R=token, tiles=tiles)
+    by_columns, by_rows = quantize(source, (ends, block), values=False, token_R=token, tiles=tiles)
+    _, values = quantize(source, (ends, block), values=True, columns=False, token_R=token, tiles=tiles)
     assert by_rows.codes is not None and by_rows.scales is not None and values.values is not None
     expected, order = quantize_mx(padded(source[token])), hardware_order(128)
     last = int(ends[-1])
@@ -95,7 +95,7 @@ def test_rows_of_each_group(groups: str, block: int, tile: int) -> None:
 def test_extreme_groups(groups: str) -> None:
     ends, rows = ends_and_rows(groups)
     x = wide(rows, 8).bfloat16()
-    _, by_rows = quantize_both(x, ends, 32, values=True, columns=False, tiles={"TILE_R": 32, "TILE_C": 128})
+    _, by_rows = quantize(x, (ends, 32), values=True, columns=False, tiles={"TILE_R": 32, "TILE_C": 128})
     assert by_rows.values is not None and by_rows.values.shape == x.shape
     for _, start, end in runs(groups):
         for first in range(start, end, 32):
@@ -108,15 +108,15 @@ def test_extreme_groups(groups: str) -> None:
 def test_a_carry_into_the_next_binade_is_kept() -> None:
     """Triton's interpreter itself casts 126.13 to 64."""
     x = torch.full((1, 128), 126.13)
-    ours = quantize_columns(x, values=True).values
+    ours = quantize(x, values=True)[0].values
     assert ours is not None and bool((ours == 128).all())
 
 
 def test_strided_source_and_what_is_no_source() -> None:
     x = wide(128, 9).bfloat16().t()
-    ours = quantize_columns(x, values=True).values
+    ours = quantize(x, values=True)[0].values
     assert ours is not None and same_bits(ours, fake_quantize_mx(x).bfloat16())
     with pytest.raises(DTypeError):
-        quantize_columns(x.half(), values=True)
+        quantize(x.half(), values=True)
     with pytest.raises(ShapeError):
-        quantize_both(x, torch.tensor([9], dtype=torch.int32), 40, values=True)
+        quantize(x, (torch.tensor([9], dtype=torch.int32), 40), values=True)

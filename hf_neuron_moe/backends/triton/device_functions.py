@@ -122,10 +122,10 @@ def natural_position(q, SIZE: tl.constexpr, SINGLE: tl.constexpr):
 
 @triton.jit
 def group_of_tile(ends, tile, R, E, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Return the group of a tile of `SIZE` rows, its first row, and the group's first and end row.
+    """Return the group of a tile of `SIZE` rows, the tile's first row and the group's end row.
 
-    `ends` [E] int32 has the groups' end rows. Group E is the rows after the last end, E + 1 means that there is no such
-    tile. `GROUPS` is a power of two above E. No tile has rows of two groups.
+    `ends` [E] int32 has the groups' end rows. Group E is the rows after the last end; for E + 1 there is no such tile,
+    and it has no rows. `GROUPS` is a power of two above E. No tile has rows of two groups.
     """
     e = tl.arange(0, GROUPS)
     end_e = tl.load(ends + e, mask=e < E, other=R)
@@ -134,6 +134,5 @@ def group_of_tile(ends, tile, R, E, GROUPS: tl.constexpr, SIZE: tl.constexpr):
     after_e = tl.cumsum(tiles_e, 0)
     group = tl.minimum(tl.sum((after_e <= tile).to(tl.int32), 0), E + 1)
     here = e == group
-    start = tl.sum(tl.where(here, start_e, 0), 0)
-    before = tl.sum(tl.where(here, after_e - tiles_e, 0), 0)
-    return group, start + (tile - before) * SIZE, start, tl.sum(tl.where(here, end_e, 0), 0)
+    first = tl.sum(tl.where(here, start_e + (tile - after_e + tiles_e) * SIZE, 0), 0)
+    return group, first, tl.sum(tl.where(here, end_e, 0), 0)

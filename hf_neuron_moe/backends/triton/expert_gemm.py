@@ -16,25 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_neuron_moe.backends.triton.device_functions import (
-    INTERPRETED,
-    e4m3_values,
-    group_of_tile,
-    natural_position,
-    scaled,
-    store,
-)
+from hf_neuron_moe.backends.triton import device_functions as dev
 from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, cdiv, launch, power_of_two_above, tile_sizes
 from hf_neuron_moe.backends.triton.mx_both_ways import Quantized
 from hf_neuron_moe.checks import check_dtype, check_equal_shape
 
 OPERANDS = (torch.bfloat16, torch.float32)
+Operand = Tensor | Quantized
+"""bf16 or fp32 with unit stride along its columns, or codes and scales."""
 
 
 @triton.jit
 def _multiply(a, b, total):
     """Return ``a @ b + total``. The interpreter multiplies bf16 as integers, so it gets fp32."""
-    if INTERPRETED:
+    if dev.INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
@@ -45,7 +40,7 @@ def _multiply_scaled(a, a_scale, b, b_scale, total):
 
     The interpreter has no ``tl.dot_scaled``: there the values are multiplied.
     """
-    if INTERPRETED:
+    if dev.INTERPRETED:
         right = tl.trans(_dequantized(tl.trans(b), b_scale))
         total = tl.dot(_dequantized(a, a_scale), right, total, input_precision="ieee")
     else:
@@ -58,7 +53,7 @@ def _dequantized(code, scale):
     M: tl.constexpr = code.shape[0]
     K: tl.constexpr = code.shape[1]
     byte = tl.broadcast_to(scale.to(tl.int32)[:, :, None], (M, K // 32, 32))
-    return scaled(e4m3_values(code.to(tl.int32)), tl.reshape(byte, (M, K)))
+    return dev.scaled(dev.e4m3_values(code.to(tl.int32)), tl.reshape(byte, (M, K)))
 
 
 @triton.jit
@@ -68,7 +63,7 @@ def _grouped_product(
     GROUPS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Make one tile of rows of one expert. In MX, K is in the hardware's order, weights and scales are contiguous."""
-    group, first, _start, end = group_of_tile(ends, tl.program_id(1), R, E, GROUPS, TILE_M)
+    group, first, end = dev.group_of_tile(ends, tl.program_id(1), R, E, GROUPS, TILE_M)
     row = first + tl.arange(0, TILE_M)
     column = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
@@ -96,8 +91,8 @@ def _grouped_product(
             b_scale = tl.load(right_scales + at // 32, mask=inside[:, None] & has_block, other=0)
             total = _multiply_scaled(a, a_scale, b, b_scale, total)
     if added is not None:
-        total += tl.load(added + expert * N + column, mask=inside & (group < E), other=0.0)[None, :]
-    store(out + row.to(tl.int64)[:, None] * out_row + column[None, :], total, real[:, None] & inside[None, :])
+        total += tl.load(added + expert * N + column, mask=column < tl.where(group < E, N, 0), other=0.0)[None, :]
+    dev.store(out + row.to(tl.int64)[:, None] * out_row + column[None, :], total, real[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -122,7 +117,7 @@ def _weight_gradient(
     for at in range(0, stop, TILE_R):
         row = start + at + r
         if left_scales is not None:
-            row = start + (at + r) // BLOCK * BLOCK + natural_position((at + r) % BLOCK, BLOCK, SINGLE)
+            row = start + (at + r) // BLOCK * BLOCK + dev.natural_position((at + r) % BLOCK, BLOCK, SINGLE)
         real = row < end
         left_at, right_at = row.to(tl.int64), row.to(tl.int64)
         if left_token is not None:
@@ -135,7 +130,7 @@ def _weight_gradient(
             total = _multiply(a, b, total)
         else:
             lead = at + tl.arange(0, TILE_R // 32) * 32
-            lead = start + lead // BLOCK * BLOCK + natural_position(lead % BLOCK, BLOCK, SINGLE)
+            lead = start + lead // BLOCK * BLOCK + dev.natural_position(lead % BLOCK, BLOCK, SINGLE)
             place = (lead // 8 + group).to(tl.int64)[None, :]
             used = (lead < end)[None, :]
             a_scale = tl.load(left_scales + place * N + n[:, None], mask=in_n[:, None] & used, other=0)
@@ -143,12 +138,12 @@ def _weight_gradient(
             total = _multiply_scaled(a, a_scale, b, b_scale, total)
     out += group.to(tl.int64) * out_expert
     target = out + n.to(tl.int64)[:, None] * out_row + k[None, :] * out_column
-    store(target, total, in_n[:, None] & in_k[None, :])
+    dev.store(target, total, in_n[:, None] & in_k[None, :])
 
 
 def grouped_product(
-    x_TK: Tensor,
-    weight_ENK: Tensor,
+    x: Operand,
+    weight: Operand,
     ends_E: Tensor,
     *,
     token_R: Tensor | None = None,
@@ -158,109 +153,68 @@ def grouped_product(
 ) -> Tensor:
     """Return ``x[token] @ weight[e]^T + added[e]`` of each expert's rows: ``[R, N]``, summed in fp32.
 
-    * x_TK: bf16, or fp32 for fp32 products; unit stride along K. Without `token_R` its rows are the sorted ones.
-    * weight_ENK: bf16 or fp32, cast to the dtype of `x_TK`; any strides.
+    * x: ``[T, K]``; without `token_R` its rows are the sorted ones.
+    * weight: ``[E, N, K]`` of any strides, bf16 or fp32, cast to the dtype of x. With codes and scales, both operands
+      are quantized along columns, and the weight is that of ``[E * N, K]``.
     * ends_E: int32 end row of each expert; rows after the last end become zeros.
     * added_EN: fp32, added to the sums.
     * dtype: bf16 or fp32, to which the sum is rounded.
     """
-    check_dtype(x_TK, OPERANDS, "x")
-    check_dtype(weight_ENK, OPERANDS, "weight")
-    experts, N, K = weight_ENK.shape
-    check_equal_shape(x_TK, (len(x_TK), K), "x", "[T, K] with the K of the weight")
-    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
-    rows = len(x_TK) if token_R is None else len(token_R)
-    sizes = tile_sizes("grouped_product", rows, experts) if tiles is None else tiles
-    operands = (x_TK, None, token_R, weight_ENK, None)
-    return _product(operands, ends_E, added_EN, (rows, N, K), dtype, sizes)
-
-
-def mx_product(
-    x: Quantized,
-    weight: Quantized,
-    ends_E: Tensor,
-    *,
-    token_R: Tensor | None = None,
-    added_EN: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """Return the :func:`grouped_product` of codes and scales along columns; `weight` has ``[E * N, c]``."""
-    assert x.codes is not None and weight.codes is not None
-    experts, K = len(ends_E), x.codes.shape[1]
-    rows, N = len(x.codes) if token_R is None else len(token_R), len(weight.codes) // experts
-    check_equal_shape(weight.codes, (experts * N, K), "weight", "[E * N, c] with the c of x")
-    sizes = tile_sizes("mx_product", rows, experts) if tiles is None else tiles
-    operands = (x.codes, x.scales, token_R, weight.codes.view(experts, N, K), weight.scales)
-    return _product(operands, ends_E, added_EN, (rows, N, K), dtype, sizes)
-
-
-def _product(
-    operands: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None],
-    ends_E: Tensor,
-    added_EN: Tensor | None,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    sizes: Tiles,
-) -> Tensor:
-    (rows, N, K), experts = shape, len(ends_E)
-    out_RN = operands[0].new_empty(rows, N, dtype=dtype)
+    left, left_scales = _parts(x, "x")
+    right, right_scales = _parts(weight, "weight")
+    experts = len(ends_E)
+    right = right if right.ndim == 3 else right.unflatten(0, (experts, -1))
+    (_, N, K), rows = right.shape, len(left) if token_R is None else len(token_R)
+    check_equal_shape(left, (len(left), K), "x", "[T, K] with the K of the weight")
+    name = "grouped_product" if left_scales is None else "mx_product"
+    sizes = tile_sizes(name, rows, experts) if tiles is None else tiles
+    out_RN = left.new_empty(rows, N, dtype=dtype)
     # A tile less than whole for each expert, and one for the rows after the last end.
     row_tiles = rows // sizes["TILE_M"] + min(experts + 1, rows)
-    added = None if added_EN is None else added_EN.float().contiguous()
     launch(
-        _grouped_product, (cdiv(N, sizes["TILE_N"]), row_tiles), out_RN,
-        *operands, ends_E, added, as_bits(out_RN, "dtype"),
-        rows, N, K, experts, operands[0].stride(0), *operands[3].stride(), N,
-        GROUPS=power_of_two_above(experts), **sizes,
+        _grouped_product, (cdiv(N, sizes["TILE_N"]), row_tiles), left,
+        left, left_scales, token_R, right, right_scales, ends_E,
+        None if added_EN is None else added_EN.float().contiguous(), as_bits(out_RN, "dtype"),
+        rows, N, K, experts, left.stride(0), *right.stride(), N, GROUPS=power_of_two_above(experts), **sizes,
     )  # fmt: skip
     return out_RN
 
 
 def weight_gradient(
-    left_RN: Tensor,
-    right_RK: Tensor,
+    left: Operand,
+    right: Operand,
     ends_E: Tensor,
     out_ENK: Tensor,
     *,
     tokens: tuple[Tensor | None, Tensor | None] = (None, None),
+    block_size: int = 32,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Write ``left^T @ right`` over each expert's rows into `out_ENK` and return it; zeros for experts without rows.
 
-    The operands are bf16 or fp32 with unit stride along their columns. `tokens` are the rows ``[R]`` of each that are
-    the sorted ones. The result is bf16 or fp32, with any strides: the sum is rounded once.
+    * left, right: ``[R, N]`` and ``[R, K]``, or tensors of which `tokens` are the sorted rows. Codes and scales are
+      those of rows, quantized in blocks of `block_size`.
+    * out_ENK: bf16 or fp32 with any strides; the sum is rounded once.
     """
-    for operand, name in ((left_RN, "left"), (right_RK, "right")):
-        check_dtype(operand, (left_RN.dtype,) if left_RN.dtype in OPERANDS else OPERANDS, name)
-    left_RN, right_RK = (part if part.stride(1) == 1 else part.contiguous() for part in (left_RN, right_RK))
-    operands = (left_RN, None, tokens[0], right_RK, None, tokens[1])
-    return _sum_over_rows(operands, ends_E, out_ENK, 32, tile_sizes("weight_gradient") if tiles is None else tiles)
-
-
-def mx_weight_gradient(
-    left: Quantized, right: Quantized, ends_E: Tensor, block_size: int, out_ENK: Tensor, tiles: Tiles | None = None
-) -> Tensor:
-    """Do what :func:`weight_gradient` does with codes and scales along rows, quantized with the same `block_size`."""
-    assert left.codes is not None and right.codes is not None
-    operands = (left.codes, left.scales, None, right.codes, right.scales, None)
-    sizes = tile_sizes("mx_weight_gradient") if tiles is None else tiles
-    return _sum_over_rows(operands, ends_E, out_ENK, block_size, sizes)
-
-
-def _sum_over_rows(
-    operands: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None],
-    ends_E: Tensor,
-    out_ENK: Tensor,
-    block: int,
-    sizes: Tiles,
-) -> Tensor:
-    left, right = operands[0], operands[3]
-    (N, K), experts = (left.shape[1], right.shape[1]), len(ends_E)
+    a, a_scales = _parts(left, "left")
+    b, b_scales = _parts(right, "right")
+    check_dtype(b, (a.dtype,), "right")
+    (N, K), experts = (a.shape[1], b.shape[1]), len(ends_E)
     check_equal_shape(out_ENK, (experts, N, K), "out", "[E, N, K] of the operands")
+    sizes = tile_sizes("weight_gradient" if a_scales is None else "mx_weight_gradient") if tiles is None else tiles
     launch(
-        _weight_gradient, (cdiv(K, sizes["TILE_K"]), cdiv(N, sizes["TILE_N"]), experts), out_ENK,
-        *operands, ends_E, as_bits(out_ENK, "out"), N, K, left.stride(0), right.stride(0), *out_ENK.stride(),
-        BLOCK=block, SINGLE=block % 128 != 0, **sizes,
+        _weight_gradient, (cdiv(K, sizes["TILE_K"]), cdiv(N, sizes["TILE_N"]), experts), a,
+        a, a_scales, tokens[0], b, b_scales, tokens[1], ends_E, as_bits(out_ENK, "out"),
+        N, K, a.stride(0), b.stride(0), *out_ENK.stride(), BLOCK=block_size, SINGLE=block_size % 128 != 0, **sizes,
     )  # fmt: skip
     return out_ENK
+
+
+def _parts(operand: Operand, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return values, or codes and scales; a matrix with unit stride along its columns."""
+    if isinstance(operand, Quantized) and operand.codes is not None:
+        return operand.codes, operand.scales
+    values = operand.values if isinstance(operand, Quantized) else operand
+    assert values is not None, "this operand was not quantized along the axis that is asked for"
+    check_dtype(values, OPERANDS, name)
+    return (values if values.ndim == 3 or values.stride(1) == 1 else values.contiguous()), None

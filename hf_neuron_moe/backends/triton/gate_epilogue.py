@@ -20,17 +20,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.torch.gating import Limits, gating_of
 from hf_neuron_moe.backends.torch.saved import fp8_storage
-from hf_neuron_moe.backends.triton.device_functions import round_bf16, store, to_fp32
-from hf_neuron_moe.backends.triton.gate_functions import (
-    activation,
-    clip,
-    put_groups,
-    round_groups,
-    slope,
-    softcapped,
-    take,
-    within,
-)
+from hf_neuron_moe.backends.triton import device_functions as dev, gate_functions as fn
 from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, cdiv, launch, tile_sizes
 from hf_neuron_moe.errors import not_one_of
 from hf_neuron_moe.formats.padding import padded_size
@@ -63,77 +53,44 @@ class GateSaved(NamedTuple):
 
 
 @triton.jit
-def _save(kept, scales, x, row, column, rows, columns, kept_row, LIMITS: tl.constexpr):
-    """Save the first `columns` of `x` rounded to bf16, as they are or in FP8."""
-    C: tl.constexpr = x.shape[1]
-    at = row.to(tl.int64)[:, None]
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
-    if scales is None:
-        store(kept + at * kept_row + column[None, :], x, mask)
-    else:
-        groups = (columns + 63) // 64
-        group = tl.min(column, 0) // 64 + tl.arange(0, C // 64)
-        group_mask = (row < rows)[:, None] & (group < groups)[None, :]
-        places = at * kept_row + column[None, :]
-        put_groups(kept, scales, round_bf16(x), places, at * groups + group[None, :], mask, group_mask, LIMITS)
-
-
-@triton.jit
-def _take(kept, scales, row, column, rows, columns, kept_row, kept_column, LIMITS: tl.constexpr, INSIDE: tl.constexpr):
-    """Return a saved tile; zeros outside."""
-    C: tl.constexpr = column.shape[0]
-    at = row.to(tl.int64)[:, None]
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
-    groups = (columns + 63) // 64
-    group = tl.min(column, 0) // 64 + tl.arange(0, C // 64)
-    group_mask = (row < rows)[:, None] & (group < groups)[None, :]
-    places = at * kept_row + column[None, :] * kept_column
-    return take(kept, scales, places, at * groups + group[None, :], mask, group_mask, LIMITS, INSIDE)
-
-
-@triton.jit
 def _forward(
     gate, up, scale, out, kept_gate, gate_scales, kept_up, up_scales, kept_act, kept_product,
     R, columns, WIDTH, up_kept, gate_row, gate_column, up_row, up_column, kept_gate_row, kept_up_row,
-    ACT: tl.constexpr, ALPHA: tl.constexpr, CAP: tl.constexpr, UP_CAP: tl.constexpr,
-    GATE_LIMITS: tl.constexpr, UP_LIMITS: tl.constexpr, ROUND: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, CAP: tl.constexpr, UP_CAP: tl.constexpr, GATE_LIMITS: tl.constexpr,
+    UP_LIMITS: tl.constexpr, ROUND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
-    inside = (row < R)[:, None] & (column < columns)[None, :]
-    at = row.to(tl.int64)[:, None]
-    here = at * columns + column[None, :]
-    u = to_fp32(tl.load(up + at * up_row + column[None, :] * up_column, mask=inside, other=0))
-    rounded_u = round_bf16(u)
+    inside, at = (row < R)[:, None] & (column < columns)[None, :], row.to(tl.int64)[:, None]
+    u = dev.to_fp32(tl.load(up + at * up_row + column[None, :] * up_column, mask=inside, other=0))
+    rounded_u = dev.round_bf16(u)
     if kept_up is not None:
-        _save(kept_up, up_scales, u, row, column, R, up_kept, kept_up_row, UP_LIMITS)
+        fn.save(kept_up, up_scales, u, row, column, R, up_kept, kept_up_row, UP_LIMITS)
     if ROUND:
         u = rounded_u
     if gate is None:
-        product = activation(u, ACT, ALPHA, CAP)
+        product, _ = fn.activation(u, ACT, ALPHA, CAP)
     else:
-        g = to_fp32(tl.load(gate + at * gate_row + column[None, :] * gate_column, mask=inside, other=0))
-        rounded_g = round_bf16(g)
+        g = dev.to_fp32(tl.load(gate + at * gate_row + column[None, :] * gate_column, mask=inside, other=0))
         if kept_gate is not None:
-            _save(kept_gate, gate_scales, g, row, column, R, columns, kept_gate_row, GATE_LIMITS)
+            fn.save(kept_gate, gate_scales, g, row, column, R, columns, kept_gate_row, GATE_LIMITS)
+        rounded_g = dev.round_bf16(g)
         if ROUND:
             g = rounded_g
-        product = activation(clip(g, GATE_LIMITS), ACT, ALPHA, CAP) * softcapped(clip(u, UP_LIMITS), UP_CAP)
+        act, _ = fn.activation(fn.clip(g, GATE_LIMITS), ACT, ALPHA, CAP)
+        product = act * fn.up_value(u, UP_LIMITS, UP_CAP)
         if kept_act is not None or kept_product is not None:
-            act = round_bf16(activation(clip(rounded_g, GATE_LIMITS), ACT, ALPHA, CAP))
+            act, _ = fn.activation(fn.clip(rounded_g, GATE_LIMITS), ACT, ALPHA, CAP)
+            act = dev.round_bf16(act)
+            here = at * columns + column[None, :]
             if kept_act is not None:
-                store(kept_act + here, act, inside)
+                dev.store(kept_act + here, act, inside)
             if kept_product is not None:
-                store(kept_product + here, act * softcapped(clip(rounded_u, UP_LIMITS), UP_CAP), inside)
+                dev.store(kept_product + here, act * fn.up_value(rounded_u, UP_LIMITS, UP_CAP), inside)
     if scale is not None:
         product *= tl.load(scale + row, mask=row < R, other=0.0)[:, None]
-    # What pads the operand is zero, whatever the limits are.
-    store(
-        out + at * WIDTH + column[None, :],
-        tl.where(inside, product, 0.0),
-        (row < R)[:, None] & (column < WIDTH)[None, :],
-    )
+    product = tl.where(inside, product, 0.0)  # what pads the operand is zero, whatever the limits are
+    dev.store(out + at * WIDTH + column[None, :], product, (row < R)[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
@@ -154,54 +111,52 @@ def _backward(
         inside = (row < R)[:, None] & (column < columns)[None, :]
         held = (row < R)[:, None] & (column < WIDTH)[None, :]
         here = at * columns + column[None, :]
-        d = to_fp32(tl.load(d_int + at * d_int_row + column[None, :], mask=inside, other=0))
-        u = _take(up, up_scales, row, column, R, columns, up_row, up_column, UP_LIMITS, UP_INSIDE)
+        d = dev.to_fp32(tl.load(d_int + at * d_int_row + column[None, :], mask=inside, other=0))
+        u = fn.take(up, up_scales, row, column, R, columns, up_row, up_column, UP_LIMITS, UP_INSIDE)
         if gate is None:
-            act = activation(u, ACT, ALPHA, CAP)
+            act, slope = fn.activation(u, ACT, ALPHA, CAP)
             product = act
         else:
-            g = _take(gate, gate_scales, row, column, R, columns, gate_row, gate_column, GATE_LIMITS, GATE_INSIDE)
-            u_value = softcapped(clip(u, UP_LIMITS), UP_CAP)
+            g = fn.take(gate, gate_scales, row, column, R, columns, gate_row, gate_column, GATE_LIMITS, GATE_INSIDE)
+            act, slope = fn.activation(fn.clip(g, GATE_LIMITS), ACT, ALPHA, CAP)
+            value = fn.up_value(u, UP_LIMITS, UP_CAP)
             if kept_act is not None:
-                act = to_fp32(tl.load(kept_act + here, mask=inside, other=0))
-            else:
-                act = activation(clip(g, GATE_LIMITS), ACT, ALPHA, CAP)
-                if ROUNDING == "mxfp8":
-                    act = round_bf16(act)
-                if ROUNDING == "fp8":
-                    act = round_groups(tl.where(inside, act, 0.0))
+                act = dev.to_fp32(tl.load(kept_act + here, mask=inside, other=0))
+            elif ROUNDING == "mxfp8":
+                act = dev.round_bf16(act)
+            elif ROUNDING == "fp8":
+                act = fn.round_groups(tl.where(inside, act, 0.0))
+            product = act * value
             if kept_product is not None:
-                product = to_fp32(tl.load(kept_product + here, mask=inside, other=0))
-            else:
-                product = act * u_value
-                if ROUNDING == "mxfp8":
-                    product = round_bf16(product)
+                product = dev.to_fp32(tl.load(kept_product + here, mask=inside, other=0))
+            elif ROUNDING == "mxfp8":
+                product = dev.round_bf16(product)
         product = tl.where(inside, product, 0.0)
         if scale is not None:
             total += tl.sum(d * product, 1)
             factor = tl.load(scale + row, mask=row < R, other=0.0)[:, None]
             product *= factor
             d *= factor
-        store(inter + at * WIDTH + column[None, :], product, held)
+        dev.store(inter + at * WIDTH + column[None, :], product, held)
         d_up_at = d_up + at * d_up_row + column[None, :] * d_up_column
         if gate is None:
             if ROUNDING == "fp8":
-                d = round_bf16(d)
-            store(d_up_at, slope(u, ACT, ALPHA, CAP) * d, held)
+                d = dev.round_bf16(d)
+            dev.store(d_up_at, slope * d, held)
         else:
             d_u = act * d
             if UP_CAP is not None:
-                t = u_value / UP_CAP
+                t = value / UP_CAP
                 d_u *= 1.0 - t * t
-            store(d_up_at, within(d_u, u, UP_LIMITS), held)
-            d_g = slope(g, ACT, ALPHA, CAP)
+            dev.store(d_up_at, fn.within(d_u, u, UP_LIMITS), held)
             if ROUNDING == "mxfp8":
-                d_g = round_bf16(round_bf16(d_g) * u_value) * d
+                d_g = dev.round_bf16(dev.round_bf16(slope) * value) * d
             elif ROUNDING == "fp8":
-                d_g *= round_bf16(d * u_value)
+                d_g = slope * dev.round_bf16(d * value)
             else:
-                d_g *= d * u_value
-            store(d_gate + at * d_gate_row + column[None, :] * d_gate_column, within(d_g, g, GATE_LIMITS), held)
+                d_g = slope * (d * value)
+            d_gate_at = d_gate + at * d_gate_row + column[None, :] * d_gate_column
+            dev.store(d_gate_at, fn.within(d_g, g, GATE_LIMITS), held)
     if scale is not None:
         tl.store(d_scale + row, total, mask=row < R)
 
@@ -221,7 +176,8 @@ def gate_forward(
     Gate and up have any strides, their biases and up's offset are in them. Gate is None where there is none. With
     ``"bf16"`` the activation reads gate and up rounded to bf16, with ``"mxfp8"`` as they are.
     """
-    check_rounding(rounding, ROUNDINGS[:2])
+    if rounding not in ROUNDINGS[:2]:
+        raise not_one_of("rounding", rounding, ROUNDINGS[:2])
     rows, inner = up_RI.shape
     width = inner if rounding == "bf16" else padded_size(inner)
     out = up_RI.new_empty(rows, width, dtype=torch.bfloat16)
@@ -257,7 +213,8 @@ def gate_backward(
 
     Returns the intermediate times `scale_R`, bf16 ``[R, i]``, and the gradient of `scale_R`.
     """
-    check_rounding(rounding, ROUNDINGS)
+    if rounding not in ROUNDINGS:
+        raise not_one_of("rounding", rounding, ROUNDINGS)
     (rows, inner), (d_gate, d_up) = d_int_RI.shape, into
     kept_gate, gate_scales = _parts(saved.gate)
     kept_up, up_scales = _parts(saved.up)
@@ -278,32 +235,21 @@ def gate_backward(
     return inter, d_scale
 
 
-def check_rounding(rounding: str, known: tuple[str, ...]) -> None:
-    """Raise ConfigError for the name of no rounding."""
-    if rounding not in known:
-        raise not_one_of("rounding", rounding, known)
-
-
 def _constants(gate: Gate) -> dict[str, Any]:
     """Return a gate as constants of the kernels, limits on the activation's value as those on gate."""
-    gating = gating_of(gate)
-    return {
-        "ACT": gate.act,
-        "ALPHA": gate.alpha,
-        "CAP": gate.gate_softcap,
-        "UP_CAP": gate.up_softcap,
-        "GATE_LIMITS": gating.gate_limits,
-        "UP_LIMITS": gating.up_limits,
-    }
+    gating, silu = gating_of(gate), gate.act == "silu"
+    act, alpha = ("swish", 1.0) if silu else (gate.act, gate.alpha)
+    softcaps = {"CAP": gate.gate_softcap, "UP_CAP": gate.up_softcap}
+    return {"ACT": act, "ALPHA": alpha, "GATE_LIMITS": gating.gate_limits, "UP_LIMITS": gating.up_limits, **softcaps}
 
 
 def _inside(limits: Limits) -> Limits:
     """Return the last fp32 numbers within the limits."""
-    inside = (
+    upper, lower = (
         None if limit is None else float(torch.tensor(limit, dtype=torch.float32).nextafter(torch.tensor(away)))
         for limit, away in zip(limits, (-math.inf, math.inf), strict=True)
     )
-    return next(inside), next(inside)
+    return upper, lower
 
 
 def _parts(saved: Saved | None) -> tuple[Tensor | None, Tensor | None]:

@@ -20,25 +20,20 @@ Tiles = Mapping[str, int]
 
 
 @functools.cache
-def _table() -> dict[str, list[dict[str, int]]]:
-    text = Path(__file__).with_name("tile_sizes.json").read_text(encoding="utf-8")
-    table: dict[str, list[dict[str, int]]] = json.loads(text)
-    return table
+def candidates(kernel: str) -> list[dict[str, int]]:
+    """Return the rows of a kernel in ``tile_sizes.json``."""
+    table = json.loads(Path(__file__).with_name("tile_sizes.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, int]] = table[kernel]
+    return rows
 
 
 def tile_sizes(kernel: str, rows: int = 0, groups: int = 1) -> Tiles:
-    """Return a kernel's row of ``tile_sizes.json``.
+    """Return the first row without ``rows``, or whose ``rows`` are at least the average rows per group.
 
-    It is the first without ``rows``, or whose ``rows`` are at least the average rows per group. Shapes alone decide:
-    nothing is measured or asked of the device while a model runs.
+    Shapes alone decide: nothing is measured or asked of the device while a model runs.
     """
-    chosen = next(row for row in _table()[kernel] if rows <= row.get("rows", rows) * max(groups, 1))
+    chosen = next(row for row in candidates(kernel) if rows <= row.get("rows", rows) * max(groups, 1))
     return {name: value for name, value in chosen.items() if name != "rows"}
-
-
-def candidates(kernel: str) -> list[Tiles]:
-    """Return all rows of a kernel, for measurements."""
-    return [{name: value for name, value in row.items() if name != "rows"} for row in _table()[kernel]]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], anchor: Tensor, *arguments: Any, **constants: Any) -> None:
