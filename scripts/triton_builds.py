@@ -28,6 +28,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
+from hf_neuron_moe.backends.torch.saved import FP8Rows, fp8_storage
 from hf_neuron_moe.backends.triton import expert_gemm, gate_epilogue, mx_both_ways
 
 R, T, E, H, INNER, BLOCK = 8192, 1024, 128, 2048, 768, 512
@@ -60,9 +62,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     places = mx_both_ways.scale_places(R, E)
     by_rows = mx_both_ways.Quantized(None, empty(R, INNER, dtype=torch.uint8), empty(places, INNER, dtype=torch.uint8))
     scale = empty(R, dtype=torch.float32)
-    rows, into = gate_epilogue.GateSaved(inter, inter), (both[:, :INNER], both[:, INNER:])
-    codes_RI = gate_epilogue.SavedFP8.empty(inter, R, INNER)
-    fp8 = gate_epilogue.GateSaved(codes_RI, codes_RI)
+    rows, into = Checkpoints(inter, inter), (both[:, :INNER], both[:, INNER:])
+    codes_RI = FP8Rows(*fp8_storage(inter, (R,), INNER))
+    fp8 = Checkpoints(codes_RI, codes_RI)
     limits = Gate("swish", 1.702, gate_max=7.0, up_max=7.0, up_min=-7.0, up_offset=1.0)
     forward, backward = gate_epilogue.gate_forward, gate_epilogue.gate_backward
     return {

@@ -13,10 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import Gating, gating_of
-from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows
+from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
-from hf_neuron_moe.backends.triton.gate_epilogue import GateSaved, SavedFP8, gate_backward, gate_forward
+from hf_neuron_moe.backends.triton.gate_epilogue import gate_backward, gate_forward
 from hf_neuron_moe.errors import ConfigError, DTypeError
 
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -56,13 +57,14 @@ def nearly_equal(ours: Tensor, expected: Tensor, rounding: float = 2.0**-8, shar
     return bool(close.all()) and float((difference > 0).double().mean()) <= share
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rounding", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("name", GATES)
 def test_forward(name: str, rounding: str) -> None:
     gate = GATES[name]
     g, u, scale = gate_and_up(torch.float32)
     kept = [torch.zeros(R, I, dtype=torch.bfloat16) for _ in range(4)]
-    saved = GateSaved(kept[0], kept[1][:, :70], kept[2], kept[3]) if gate.gated else GateSaved(None, kept[1])
+    saved = Checkpoints(kept[0], kept[1][:, :70], kept[2], kept[3]) if gate.gated else Checkpoints(None, kept[1])
     ours = gate_forward(g if gate.gated else None, u, gate, rounding=rounding, scale_R=scale, saved=saved, tiles=TILES)
     gating = gating_of(gate)
     rounded_g, rounded_u = g.bfloat16().float(), u.bfloat16().float()
@@ -93,11 +95,13 @@ def test_fp8_groups_have_the_bytes_of_the_torch_backend(name: str) -> None:
     u[5, 1], u[6] = float("-inf"), 1e-12
     g[7] = torch.linspace(-1.6, 1.6, I)
     gating = gating_of(GATES[name])
-    saved = GateSaved(SavedFP8.empty(u, R, I), SavedFP8.empty(u, R, I))
+    saved = Checkpoints(
+        *(FP8Rows(*fp8_storage(u, (R,), I), limits) for limits in (gating.gate_limits, gating.up_limits))
+    )
     gate_forward(g, u, GATES[name], saved=saved, tiles=TILES)
     for kept, values, limits in ((saved.gate, g, gating.gate_limits), (saved.up, u, gating.up_limits)):
         expected = rows_in_fp8(values, limits)
-        assert isinstance(kept, SavedFP8)
+        assert isinstance(kept, FP8Rows)
         unusable = expected.scales.isnan()
         assert torch.equal(kept.scales.isnan(), unusable)
         assert torch.equal(kept.scales[~unusable], expected.scales[~unusable])
@@ -121,6 +125,7 @@ def backward_of_torch(
     return results, d_scale
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rounding", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("name", GATES)
 def test_backward(name: str, rounding: str) -> None:
@@ -129,7 +134,7 @@ def test_backward(name: str, rounding: str) -> None:
     # fp32 results are compared before their last rounding.
     both = torch.full((R, 2, 128), 9.0)
     into = (both[:, 0] if gate.gated else None, both[:, 1])
-    saved = GateSaved(g if gate.gated else None, u)
+    saved = Checkpoints(g if gate.gated else None, u)
     inter, d_scale = gate_backward(d_int, saved, gate, into, rounding=rounding, scale_R=scale, tiles=TILES)
     results, d_scale_expected = backward_of_torch(gating_of(gate), g, u, d_int, rounding, scale)
     assert d_scale is not None
@@ -149,7 +154,7 @@ def test_backward_with_saved_products_and_without_factors() -> None:
     (g, u, _), d_int = gate_and_up(), torch.randn(R, I)
     act, product = (torch.randn(R, I).bfloat16() for _ in range(2))
     into = (torch.empty(R, I), torch.empty(R, I))
-    inter, d_scale = gate_backward(d_int, GateSaved(g, u, act, product), SWIGLU, into, rounding="mxfp8", tiles=TILES)
+    inter, d_scale = gate_backward(d_int, Checkpoints(g, u, act, product), SWIGLU, into, rounding="mxfp8", tiles=TILES)
     assert d_scale is None and torch.equal(inter, product)
     assert torch.equal(into[1], act.float() * d_int)
 
@@ -160,12 +165,11 @@ def test_backward_of_what_was_saved_in_fp8(name: str) -> None:
     (g, u, scale), d_int = gate_and_up(torch.float32), torch.randn(R, I)
     g[2, 3], u[3, 70] = float("nan"), float("inf")
     rows = rows_in_fp8(g, gating.gate_limits), rows_in_fp8(u, gating.up_limits)
-    saved = GateSaved(*(SavedFP8(part.codes, part.scales) for part in rows))
     taken = tuple(part.take(slice(0, R), slice(0, I)) for part in rows)
     from_codes, from_values = (torch.empty(2, R, I, dtype=torch.bfloat16) for _ in range(2))
     options = {"rounding": "fp8", "scale_R": scale, "tiles": TILES}
-    inter, _ = gate_backward(d_int, saved, gate, tuple(from_codes), **options)
-    inter_of_values, _ = gate_backward(d_int, GateSaved(*taken), gate, tuple(from_values), **options)
+    inter, _ = gate_backward(d_int, Checkpoints(*rows), gate, tuple(from_codes), **options)
+    inter_of_values, _ = gate_backward(d_int, Checkpoints(*taken), gate, tuple(from_values), **options)
     for ours, expected in ((from_codes, from_values), (inter, inter_of_values)):
         assert torch.equal(ours.nan_to_num(nan=3e38), expected.nan_to_num(nan=3e38))
     usable = ~(taken[0].isnan() | taken[1].isnan())
@@ -184,5 +188,5 @@ def test_errors() -> None:
     with pytest.raises(ConfigError):
         gate_forward(g, u, SWIGLU, rounding="fp8")
     with pytest.raises(ConfigError):
-        gate_backward(u.float(), GateSaved(g, u), SWIGLU, (None, u), rounding="fp16")
+        gate_backward(u.float(), Checkpoints(g, u), SWIGLU, (None, u), rounding="fp16")
     assert gate_forward(g[:0], u[:0], SWIGLU).shape == (0, I)

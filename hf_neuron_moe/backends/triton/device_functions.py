@@ -4,9 +4,6 @@ Every rounding is done on bits. Triton's interpreter truncates fp32 where it cas
 casts to e4m3; bits are the same there and on a device. bf16 tensors therefore arrive as int16.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc"
-# Arguments of device functions are Triton's tensors and have no Python type.
-
 from __future__ import annotations
 
 import triton

@@ -7,8 +7,6 @@ has the same bits in every run.
 Legend: T tokens, R rows sorted by expert, E experts, N columns of a result, K the other axis of a weight.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc"
-
 from __future__ import annotations
 
 import torch
@@ -17,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_neuron_moe.backends.triton import device_functions as dev
-from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, cdiv, launch, power_of_two_above, tile_sizes
+from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, launch, tile_sizes
 from hf_neuron_moe.backends.triton.mx_both_ways import Quantized
 from hf_neuron_moe.checks import check_dtype, check_equal_shape
 
@@ -172,10 +170,10 @@ def grouped_product(
     # A tile less than whole for each expert, and one for the rows after the last end.
     row_tiles = rows // sizes["TILE_M"] + min(experts + 1, rows)
     launch(
-        _grouped_product, (cdiv(N, sizes["TILE_N"]), row_tiles), left,
+        _grouped_product, (triton.cdiv(N, sizes["TILE_N"]), row_tiles), left,
         left, left_scales, token_R, right, right_scales, ends_E,
         None if added_EN is None else added_EN.float().contiguous(), as_bits(out_RN, "dtype"),
-        rows, N, K, experts, left.stride(0), *right.stride(), N, GROUPS=power_of_two_above(experts), **sizes,
+        rows, N, K, experts, left.stride(0), *right.stride(), N, GROUPS=triton.next_power_of_2(experts + 1), **sizes,
     )  # fmt: skip
     return out_RN
 
@@ -203,7 +201,7 @@ def weight_gradient(
     check_equal_shape(out_ENK, (experts, N, K), "out", "[E, N, K] of the operands")
     sizes = tile_sizes("weight_gradient" if a_scales is None else "mx_weight_gradient") if tiles is None else tiles
     launch(
-        _weight_gradient, (cdiv(K, sizes["TILE_K"]), cdiv(N, sizes["TILE_N"]), experts), a,
+        _weight_gradient, (triton.cdiv(K, sizes["TILE_K"]), triton.cdiv(N, sizes["TILE_N"]), experts), a,
         a, a_scales, tokens[0], b, b_scales, tokens[1], ends_E, as_bits(out_ENK, "out"),
         N, K, a.stride(0), b.stride(0), *out_ENK.stride(), BLOCK=block_size, SINGLE=block_size % 128 != 0, **sizes,
     )  # fmt: skip

@@ -5,12 +5,10 @@ Rounding points are those of ``ffn_forward`` and ``ffn_backward`` in ``backends/
 Legend: R rows, I intermediate, i the operand's width: I, padded to a multiple of 128 with zeros in mxfp8.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc"
-
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,38 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import Limits, gating_of
-from hf_neuron_moe.backends.torch.saved import fp8_storage
+from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
 from hf_neuron_moe.backends.triton import device_functions as dev, gate_functions as fn
-from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, cdiv, launch, tile_sizes
+from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, launch, tile_sizes
 from hf_neuron_moe.errors import not_one_of
 from hf_neuron_moe.formats.padding import padded_size
 
 ROUNDINGS = ("bf16", "mxfp8", "fp8")
 """Of the backward: those of the precisions, and COAT's, which replaces both where gate and up are saved in FP8."""
-
-
-class SavedFP8(NamedTuple):
-    """An activation as :class:`~hf_neuron_moe.backends.torch.saved.FP8Rows` holds it."""
-
-    codes: Tensor  # uint8 [R, I]
-    scales: Tensor  # bf16 [R, ceil(I/64)], contiguous
-
-    @classmethod
-    def empty(cls, anchor: Tensor, rows: int, columns: int) -> SavedFP8:
-        return cls(*fp8_storage(anchor, (rows,), columns))
-
-
-Saved = Tensor | SavedFP8
-
-
-class GateSaved(NamedTuple):
-    """What is saved between forward and backward; None is not saved."""
-
-    gate: Saved | None = None  # bf16 [R, I]
-    up: Saved | None = None  # as gate, perhaps only its first columns
-    act: Tensor | None = None  # bf16 [R, I], the activation of the rounded gate (mxfp8)
-    product: Tensor | None = None  # bf16 [R, I], act * up, likewise
 
 
 @triton.jit
@@ -168,7 +144,7 @@ def gate_forward(
     *,
     rounding: str = "bf16",
     scale_R: Tensor | None = None,
-    saved: GateSaved = GateSaved(),  # noqa: B008
+    saved: Checkpoints = Checkpoints(),  # noqa: B008
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Return the intermediate of fp32 or bf16 gate and up, times `scale_R` (fp32): bf16 ``[R, i]``. Fills `saved`.
@@ -185,9 +161,9 @@ def gate_forward(
     kept_up, up_scales = _parts(saved.up)
     sizes = tile_sizes("gate_forward") if tiles is None else tiles
     launch(
-        _forward, (cdiv(width, sizes["TILE_C"]), cdiv(rows, sizes["TILE_R"])), up_RI,
-        as_bits(gate_RI, "gate"), as_bits(up_RI, "up"), scale_R, as_bits(out, "out"),
-        kept_gate, gate_scales, kept_up, up_scales, as_bits(saved.act, "act"), as_bits(saved.product, "product"),
+        _forward, (triton.cdiv(width, sizes["TILE_C"]), triton.cdiv(rows, sizes["TILE_R"])), up_RI,
+        as_bits(gate_RI, "gate"), as_bits(up_RI, "up"), scale_R, as_bits(out, "out"), kept_gate, gate_scales,
+        kept_up, up_scales, as_bits(saved.gate_act, "gate_act"), as_bits(saved.intermediate, "intermediate"),
         rows, inner, width, 0 if kept_up is None else kept_up.shape[1],
         *_strides(gate_RI), *_strides(up_RI), _strides(kept_gate)[0], _strides(kept_up)[0],
         **_constants(gate), ROUND=rounding == "bf16", **sizes,
@@ -197,7 +173,7 @@ def gate_forward(
 
 def gate_backward(
     d_int_RI: Tensor,
-    saved: GateSaved,
+    saved: Checkpoints,
     gate: Gate,
     into: tuple[Tensor | None, Tensor],
     *,
@@ -225,9 +201,9 @@ def gate_backward(
     inside = {name.replace("LIMITS", "INSIDE"): _inside(constants[name]) for name in ("GATE_LIMITS", "UP_LIMITS")}
     sizes = tile_sizes("gate_backward") if tiles is None else tiles
     launch(
-        _backward, (cdiv(rows, sizes["TILE_R"]),), d_int_RI,
+        _backward, (triton.cdiv(rows, sizes["TILE_R"]),), d_int_RI,
         as_bits(d_int_RI, "d_int"), kept_gate, gate_scales, kept_up, up_scales,
-        as_bits(saved.act, "act"), as_bits(saved.product, "product"), scale_R,
+        as_bits(saved.gate_act, "gate_act"), as_bits(saved.intermediate, "intermediate"), scale_R,
         as_bits(d_gate, "d_gate"), as_bits(d_up, "d_up"), as_bits(inter, "inter"), d_scale,
         rows, inner, d_up.shape[1], d_int_RI.stride(0), *_strides(kept_gate), *_strides(kept_up),
         *_strides(d_gate), *_strides(d_up), **constants, **inside, ROUNDING=rounding, **sizes,
@@ -252,9 +228,11 @@ def _inside(limits: Limits) -> Limits:
     return upper, lower
 
 
-def _parts(saved: Saved | None) -> tuple[Tensor | None, Tensor | None]:
-    if isinstance(saved, SavedFP8):
+def _parts(saved: Kept | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return bf16 or fp32 values, or codes and scales, whose rows are contiguous."""
+    if isinstance(saved, FP8Rows):
         return saved.codes, as_bits(saved.scales, "scales")
+    assert saved is None or isinstance(saved, Tensor), "the kernels save matrices and FP8 rows"
     return as_bits(saved, "saved"), None
 
 

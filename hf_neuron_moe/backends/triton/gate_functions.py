@@ -3,8 +3,6 @@
 Also the FP8 groups of ``backends/torch/saved.py``: codes and bf16 scales of 64 columns of a row.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc"
-
 from __future__ import annotations
 
 import triton

@@ -54,13 +54,3 @@ def as_bits(tensor: Tensor | None, argument: str) -> Tensor | None:
     if tensor.dtype != torch.bfloat16:
         raise DTypeError.about(argument, "float32 or bfloat16", tensor.dtype, "Cast it first.")
     return tensor.view(torch.int16)
-
-
-def power_of_two_above(size: int) -> int:
-    """Return the smallest power of two above `size`."""
-    return 1 << size.bit_length()
-
-
-def cdiv(size: int, step: int) -> int:
-    """Return how many steps cover `size`."""
-    return -(-size // step)

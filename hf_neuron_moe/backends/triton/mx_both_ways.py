@@ -6,8 +6,6 @@ which ``tl.dot_scaled`` takes. Along rows they stay where their values are, and 
 Legend: T tokens, R rows sorted by group, C columns, c columns padded to a multiple of 128, S places for rows' scales.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc"
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -18,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_neuron_moe.backends.triton import device_functions as dev
-from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, cdiv, launch, power_of_two_above, tile_sizes
+from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, launch, tile_sizes
 from hf_neuron_moe.checks import check_multiple
 from hf_neuron_moe.formats.constants import MX_BLOCK
 from hf_neuron_moe.formats.padding import padded_size
@@ -146,14 +144,14 @@ def quantize(
         sizes["TILE_R"] = MX_BLOCK
     if columns:
         by_columns = Quantized.empty(rows, width, None if values else (rows, width // MX_BLOCK), x_TC)
-    row_tiles = cdiv(rows, sizes["TILE_R"])
+    row_tiles = triton.cdiv(rows, sizes["TILE_R"])
     if ends_E is not None:
         by_rows = Quantized.empty(rows, C, None if values else (scale_places(rows, groups), C), x_TC)
         row_tiles = (rows // block + min(groups + 1, rows)) * (block // sizes["TILE_R"])
     launch(
         _quantize, (width // sizes["TILE_C"], row_tiles), x_TC,
         as_bits(x_TC, "x"), token_R, ends_E, *by_columns.pointers, *by_rows.pointers, rows, C, groups, *x_TC.stride(),
-        WIDTH=width, BLOCK=block, GROUPS=power_of_two_above(groups), SINGLE_COLUMNS=lone_384 and width == 384,
+        WIDTH=width, BLOCK=block, GROUPS=triton.next_power_of_2(groups + 1), SINGLE_COLUMNS=lone_384 and width == 384,
         SINGLE_ROWS=block % 128 != 0, VALUES=values, **sizes,
     )  # fmt: skip
     return by_columns, by_rows
