@@ -61,6 +61,14 @@ def test_transposed_weights_biases_fp32_weights_and_the_table_of_tiles() -> None
     assert torch.equal(rounded, expected.bfloat16())  # the exact sum, rounded once
 
 
+def test_ties_of_a_sum_go_to_even() -> None:
+    """1 + 2**-8 lies between two bf16 values, the lower of which is even; 1 + 3 * 2**-8 the other way round."""
+    ends, one = torch.tensor([2], dtype=torch.int32), torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    weight = torch.cat([one, one * 2.0**-8], 2)
+    ours = grouped_product(torch.tensor([[1.0, 1.0], [1.0, 3.0]]).bfloat16(), weight, ends, dtype=torch.bfloat16)
+    assert ours.flatten().tolist() == [1.0, 1.0 + 2.0**-6]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_values(dtype: torch.dtype) -> None:
     ends, rows = ends_and_rows("rows after the last")
