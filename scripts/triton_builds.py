@@ -73,6 +73,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "grouped_product, transposed weight": lambda: expert_gemm.grouped_product(
             both, gate_up.transpose(1, 2), ends, dtype=torch.bfloat16
         ),
+        "grouped_product of one expert": lambda: expert_gemm.grouped_product(x, gate_up[:1].float(), ends[:1]),
         "weight_gradient": lambda: expert_gemm.weight_gradient(both, x, ends, gate_up, tokens=(None, token)),
         "mx_product": lambda: expert_gemm.grouped_product(codes, weight, ends, token_R=token),
         "mx_weight_gradient": lambda: expert_gemm.weight_gradient(
@@ -81,6 +82,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "quantize columns": lambda: mx_both_ways.quantize(x, values=False),
         "quantize both": lambda: mx_both_ways.quantize(both, (ends, BLOCK), values=False),
         "quantize both, values": lambda: mx_both_ways.quantize(both, (ends, BLOCK), values=True),
+        "quantize both of one group": lambda: mx_both_ways.quantize(x, (ends[:1], T), values=False),
         "gate_forward": lambda: forward(inter, inter, SWIGLU, scale_R=scale, saved=rows),
         "gate_forward, FP8": lambda: forward(sums, sums, limits, scale_R=scale, saved=fp8),
         "gate_backward": lambda: backward(sums, rows, SWIGLU, into, scale_R=scale),

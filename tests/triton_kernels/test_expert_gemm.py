@@ -67,6 +67,9 @@ def test_ties_of_a_sum_go_to_even() -> None:
     weight = torch.cat([one, one * 2.0**-8], 2)
     ours = grouped_product(torch.tensor([[1.0, 1.0], [1.0, 3.0]]).bfloat16(), weight, ends, dtype=torch.bfloat16)
     assert ours.flatten().tolist() == [1.0, 1.0 + 2.0**-6]
+    fp32_weight = torch.tensor([[[1 + 2.0**-8], [1 + 3 * 2.0**-8]]])
+    ours = grouped_product(torch.ones(1, 1).bfloat16(), fp32_weight, torch.tensor([1], dtype=torch.int32))
+    assert ours.flatten().tolist() == [1.0, 1.0 + 2.0**-6]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

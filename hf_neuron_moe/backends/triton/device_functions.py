@@ -52,12 +52,6 @@ def store(pointers, x, mask):
 
 
 @triton.jit
-def power_of_two(exponent):
-    """Return 2**exponent for int32 exponents in [-126, 127]."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def e4m3_codes(x, byte):
     """Return the e4m3 codes of fp32 ``x / 2**(byte - 127)`` as int32: nearest even, saturating, NaN stays NaN."""
     bits = bits_of(x)
@@ -90,13 +84,8 @@ def e4m3_values(code):
 def scaled(value, byte):
     """Return ``value * 2**(byte - 127)``, exact for values of codes: two factors, as 2**-127 is a denormal."""
     half = (byte - 127) >> 1
-    return value * power_of_two(half) * power_of_two(byte - 127 - half)
-
-
-@triton.jit
-def neuron_byte(largest):
-    """Return the scale byte of a block by the Neuron rule; `largest` is its largest magnitude's bits, int32."""
-    return tl.maximum((largest >> 23) - 7, 0)
+    first, second = (half + 127) << 23, (byte - half) << 23
+    return value * first.to(tl.float32, bitcast=True) * second.to(tl.float32, bitcast=True)
 
 
 @triton.jit

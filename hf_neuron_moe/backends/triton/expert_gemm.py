@@ -82,6 +82,8 @@ def _grouped_product(
         a = tl.load(left + at, mask=real[:, None] & (k < K - at)[None, :], other=0)
         b = tl.load(right + at * weight_column, mask=inside[None, :] & (k < K - at)[:, None], other=0)
         if x_scales is None:
+            if b.dtype == tl.float32 and a.dtype == tl.bfloat16:
+                b = dev.round_bf16(b)
             total = _multiply(a, b.to(a.dtype), total)
         else:
             has_block = (block < (K - at) // 32)[None, :]

@@ -35,8 +35,8 @@ def _forward(
     ACT: tl.constexpr, ALPHA: tl.constexpr, CAP: tl.constexpr, UP_CAP: tl.constexpr, GATE_LIMITS: tl.constexpr,
     UP_LIMITS: tl.constexpr, ROUND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    row = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside, at = (row < R)[:, None] & (column < columns)[None, :], row.to(tl.int64)[:, None]
     u = dev.to_fp32(tl.load(up + at * up_row + column[None, :] * up_column, mask=inside, other=0))
     rounded_u = dev.round_bf16(u)
@@ -161,7 +161,7 @@ def gate_forward(
     kept_up, up_scales = _parts(saved.up)
     sizes = tile_sizes("gate_forward") if tiles is None else tiles
     launch(
-        _forward, (triton.cdiv(width, sizes["TILE_C"]), triton.cdiv(rows, sizes["TILE_R"])), up_RI,
+        _forward, (triton.cdiv(rows, sizes["TILE_R"]), triton.cdiv(width, sizes["TILE_C"])), up_RI,
         as_bits(gate_RI, "gate"), as_bits(up_RI, "up"), scale_R, as_bits(out, "out"), kept_gate, gate_scales,
         kept_up, up_scales, as_bits(saved.gate_act, "gate_act"), as_bits(saved.intermediate, "intermediate"),
         rows, inner, width, 0 if kept_up is None else kept_up.shape[1],

@@ -59,10 +59,10 @@ def _codes(x, AXIS: tl.constexpr):
     Q: tl.constexpr = x.shape[1]
     magnitude = dev.bits_of(x) & dev.MAGNITUDE
     if AXIS == 1:
-        byte = dev.neuron_byte(tl.max(tl.reshape(magnitude, (P, Q // 32, 32)), 2))
+        byte = tl.maximum((tl.max(tl.reshape(magnitude, (P, Q // 32, 32)), 2) >> 23) - 7, 0)  # the Neuron rule
         spread = tl.reshape(tl.broadcast_to(byte[:, :, None], (P, Q // 32, 32)), (P, Q))
     else:
-        byte = dev.neuron_byte(tl.max(tl.reshape(magnitude, (P // 32, 32, Q)), 1))
+        byte = tl.maximum((tl.max(tl.reshape(magnitude, (P // 32, 32, Q)), 1) >> 23) - 7, 0)
         spread = tl.reshape(tl.broadcast_to(byte[:, None, :], (P // 32, 32, Q)), (P, Q))
     return dev.e4m3_codes(x, spread), byte, spread
 
@@ -74,17 +74,17 @@ def _quantize(
     SINGLE_ROWS: tl.constexpr, VALUES: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile. Rows are in the hardware's order of their block if there are `ends`, columns always."""
-    q = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    q = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     column = dev.natural_position(q, WIDTH, SINGLE_COLUMNS)
     place = tl.arange(0, TILE_R)
     if ends is None:
-        row = tl.program_id(1) * TILE_R + place
+        row = tl.program_id(0) * TILE_R + place
         end, filled = R, R
     else:
         PER_BLOCK: tl.constexpr = BLOCK // TILE_R
-        block = tl.program_id(1) // PER_BLOCK
+        block = tl.program_id(0) // PER_BLOCK
         group, first, end = dev.group_of_tile(ends, block, R, E, GROUPS, BLOCK)
-        offset = tl.program_id(1) % PER_BLOCK * TILE_R
+        offset = tl.program_id(0) % PER_BLOCK * TILE_R
         if first + dev.natural_position(offset, BLOCK, SINGLE_ROWS) >= end:
             return  # the group ends before
         row = first + dev.natural_position(offset + place, BLOCK, SINGLE_ROWS)
@@ -101,7 +101,7 @@ def _quantize(
             dev.store(column_out + target * WIDTH + column[None, :], dev.scaled(dev.e4m3_values(code), spread), real)
         else:
             tl.store(column_out + target * WIDTH + q[None, :], code.to(tl.uint8), mask=real)
-            b = tl.program_id(0) * (TILE_C // 32) + tl.arange(0, TILE_C // 32)
+            b = tl.program_id(1) * (TILE_C // 32) + tl.arange(0, TILE_C // 32)
             tl.store(column_scales + target * (WIDTH // 32) + b[None, :], byte.to(tl.uint8), mask=real)
     if row_out is not None:
         code, byte, spread = _codes(values, 0)
@@ -149,7 +149,7 @@ def quantize(
         by_rows = Quantized.empty(rows, C, None if values else (scale_places(rows, groups), C), x_TC)
         row_tiles = (rows // block + min(groups + 1, rows)) * (block // sizes["TILE_R"])
     launch(
-        _quantize, (width // sizes["TILE_C"], row_tiles), x_TC,
+        _quantize, (row_tiles, width // sizes["TILE_C"]), x_TC,
         as_bits(x_TC, "x"), token_R, ends_E, *by_columns.pointers, *by_rows.pointers, rows, C, groups, *x_TC.stride(),
         WIDTH=width, BLOCK=block, GROUPS=triton.next_power_of_2(groups + 1), SINGLE_COLUMNS=lone_384 and width == 384,
         SINGLE_ROWS=block % 128 != 0, VALUES=values, **sizes,
