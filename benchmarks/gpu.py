@@ -168,19 +168,19 @@ def contest(shape: Shape, layers: int, device: str, options: dict[str, Any], rep
     return results
 
 
-def kernel_steps(shape: Shape) -> dict[str, Step]:
+def kernel_steps(shape: Shape, device: str = "cuda", block: int = 512) -> dict[str, Step]:
     """Return the Triton kernels on one layer's operands, one step per row of ``tile_sizes.json``."""
     from hf_neuron_moe.backends.gate import SWIGLU
     from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
     from hf_neuron_moe.backends.triton import expert_gemm, gate_epilogue, launch_grid, mx_both_ways
 
     def draw(*sizes: int) -> Tensor:
-        return torch.randn(sizes, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16)
 
-    rows, block = shape.T * shape.K, 512
-    expert = torch.randint(0, shape.E, (rows,), device="cuda").sort().values
+    rows = shape.T * shape.K
+    expert = torch.randint(0, shape.E, (rows,), device=device).sort().values
     ends = torch.bincount(expert, minlength=shape.E).cumsum(0).int()
-    token = torch.randint(0, shape.T, (rows,), device="cuda")
+    token = torch.randint(0, shape.T, (rows,), device=device)
     x, gate, up, both = draw(shape.T, shape.H), draw(rows, shape.I), draw(rows, shape.I), draw(rows, 2 * shape.I)
     weight, d_int = draw(shape.E, 2 * shape.I, shape.H), draw(rows, shape.I).float()
     codes, codes_W = (mx_both_ways.quantize(part, values=False)[0] for part in (x, weight.flatten(0, 1)))

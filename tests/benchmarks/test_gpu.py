@@ -34,6 +34,19 @@ def test_a_dry_run_measures_bytes_and_no_times() -> None:
 
 
 @no_gpu
+@pytest.mark.triton
+def test_every_row_of_the_table_of_tiles_is_a_step_that_runs() -> None:
+    pytest.importorskip("triton")
+    from hf_neuron_moe.backends.triton.launch_grid import candidates
+
+    steps = gpu.kernel_steps(gpu.TINY, "cpu", 32)
+    names = {step.partition(" ")[0] for step in steps}
+    assert len(names) == 8 and len(steps) == sum(len(candidates(name)) for name in names)
+    for step in steps.values():
+        step()
+
+
+@no_gpu
 @pytest.mark.slow
 def test_the_command_prints_every_contestant(repo_root: Path) -> None:
     command = [sys.executable, "benchmarks/gpu.py", "--dry-run"]

@@ -6,18 +6,21 @@ sum of n products differs by at most n * 2**-24 of the sum of their magnitudes, 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from hf_neuron_moe.backends.triton import launch_grid
 from hf_neuron_moe.backends.triton.expert_gemm import (
     grouped_product,
     weight_gradient,
 )
 from hf_neuron_moe.backends.triton.mx_both_ways import quantize
-from hf_neuron_moe.errors import DTypeError, ShapeError
+from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from tests.triton_kernels.grouped_rows import ENDS, ends_and_rows, runs, small_integers, wide
 
@@ -129,6 +132,12 @@ def test_sums_of_codes_and_scales(groups: str, block: int) -> None:
     weight_gradient(left, right, ends, ours, block_size=block, tiles=tiles)
     bound = rows * 2.0**-24 * sums_of(left64.abs(), right64.abs(), groups)
     assert bool(((ours - sums_of(left64, right64, groups)).abs() <= bound).all())
+
+
+def test_without_interpreter_tensors_of_a_cpu_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_grid, "INTERPRETED", SimpleNamespace(value=False))
+    with pytest.raises(DeviceError, match="TRITON_INTERPRET=1"):
+        grouped_product(small_integers(4, K), small_integers(1, N, K), torch.tensor([4], dtype=torch.int32))
 
 
 def test_errors() -> None:
