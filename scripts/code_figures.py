@@ -273,7 +273,12 @@ def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the number of a function's parameters, without ``self`` and ``cls``."""
+    """Return the number of a function's parameters, without ``self`` and ``cls``; 0 for kernels of a GPU.
+
+    A kernel has no records: pointers, sizes and strides are parameters.
+    """
+    if "triton.jit" in map(ast.unparse, function.decorator_list):
+        return 0
     arguments = function.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     stars = (arguments.vararg is not None) + (arguments.kwarg is not None)

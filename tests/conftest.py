@@ -23,6 +23,9 @@ from hf_neuron_moe.backends.torch import compute
 from tests.thinned import thin
 from tests.unsynced import leave_out_syncs
 
+if not torch.cuda.is_available():  # read when Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # No deadline: a shared CI core makes single examples slow, and that is not what these tests are about.
 _COMMON = hypothesis.settings(deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.register_profile("fixed", _COMMON, derandomize=True)
