@@ -93,6 +93,9 @@ REFUSED = {
     ),
     "use weights='stock'": cell("mixtral", "fsdp2", "bf16", kind="refused", options={"weights": "kernel"}),
     "rank 1 must be free of errors": cell("llama", "tp2", "bf16", kind="refused", on_rank_1={"backend": "neuron"}),
+    "rank 1 must be given a model that was sharded": cell("llama", "tp2", "bf16", kind="refused", apart=True),
+    "copy.deepcopy: model must be whole": cell("mixtral", "tp2", "bf16", kind="refused", copied=True),
+    "copy.deepcopy: model must be whole, to be copied": cell("mixtral", "ep2", "bf16", kind="refused", copied=True),
 }
 """Two processes: by what is said on the first one, what is refused on both."""
 

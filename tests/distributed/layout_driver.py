@@ -8,6 +8,7 @@ is expected, once for all cells with the same model and precision.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_neuron_moe import parity, patch_model
+from hf_neuron_moe.patching import api
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.training.figures import logs_of
 from hf_neuron_moe.training.metrics import TrainingMonitor
@@ -48,6 +50,8 @@ SIZES: dict[str, dict[str, Any]] = {
 """Tiny models: I of a process is 128 where two share it, of ``mixtral_512`` 512, where MX groups stay whole."""
 FAMILIES = {"mixtral_512": "mixtral", "odd": "mixtral"}
 H = 128
+APART = 2.0
+"""Seconds for a rank that patched another model."""
 
 
 def checkpoint(home: Path, name: str) -> str:
@@ -164,6 +168,18 @@ def measured(trial: parity.Trial) -> dict[str, Any]:
     return {"classes": classes, "logs": logs_of(record), "experts": next(iter(record["experts"].values()))}
 
 
+def refused(cell: dict[str, Any], trial: parity.Trial, patch: dict[str, Any]) -> dict[str, Any]:
+    """Do what every process must raise an error for."""
+    model, first = parity.load(trial, distributed=True), dist.get_rank() == 0
+    if cell.get("apart") and not first:  # a rank that is elsewhere
+        patch_model(parity.load(trial, distributed=False), patch)
+        time.sleep(2 * APART + 1)
+    patch_model(model, patch if first else {**patch, **cell.get("on_rank_1", {})})
+    if cell.get("copied"):
+        copy.deepcopy(model)
+    return {}
+
+
 def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[str, Any]:
     """Return what a cell comes to on this process."""
     patch = None if cell.get("precision") is None else {"precision": cell["precision"], **cell.get("options", {})}
@@ -190,10 +206,7 @@ def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[
         case "measured":
             return measured(trial)
         case "refused":
-            if dist.get_rank() == 1:
-                patch = {**(patch or {}), **cell.get("on_rank_1", {})}
-            patch_model(parity.load(replace(trial, patch=None), distributed=True), patch)
-            return {}
+            return refused(cell, replace(trial, patch=None), patch or {})
     return trained(cell, trial, known)
 
 
@@ -204,6 +217,7 @@ def main(folder: Path) -> None:
     dist.init_process_group(
         "gloo", os.environ["RENDEZVOUS"], rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
+    api.APART_SECONDS = APART
     known: dict[str, parity.Run] = {}
     results = {}
     for cell in cells:
