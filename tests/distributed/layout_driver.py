@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_neuron_moe import parity, patch_model
+from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.patching import api
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.training.figures import logs_of
@@ -180,6 +181,24 @@ def refused(cell: dict[str, Any], trial: parity.Trial, patch: dict[str, Any]) ->
     return {}
 
 
+def budgeted(cell: dict[str, Any], trial: parity.Trial) -> dict[str, Any]:
+    """Patch within a budget of bytes: which policy each block got, what blocks and report say, what a step saves."""
+    model = parity.load(trial, distributed=True)
+    report = report_of(model)
+    assert report is not None
+    blocks = [block for _, block in named_blocks(model)]
+    run = parity.train(replace(trial, steps=1), model, dist.get_rank() // trial.layout.get("tp", 1), trial.batches)
+    mine = {
+        "policies": {entry.name: str(entry.activations) for entry in report.patched},
+        "of_report": sum(entry.saved_bytes_per_token or 0.0 for entry in report.patched),
+        "of_blocks": sum(block.saved_bytes_per_token for block in blocks),
+        "loss": run.losses[0],
+    }
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return {"ranks": everyones}
+
+
 def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[str, Any]:
     """Return what a cell comes to on this process."""
     patch = None if cell.get("precision") is None else {"precision": cell["precision"], **cell.get("options", {})}
@@ -205,6 +224,8 @@ def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[
             return compiled(trial)
         case "measured":
             return measured(trial)
+        case "budget":
+            return budgeted(cell, trial)
         case "refused":
             return refused(cell, replace(trial, patch=None), patch or {})
     return trained(cell, trial, known)

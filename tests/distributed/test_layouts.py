@@ -50,7 +50,7 @@ def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    chosen = [*cells.ALWAYS, *cells.MEASURED, cells.COMPILED, *cells.REFUSED.values()]
+    chosen = [*cells.ALWAYS, *cells.MEASURED, *cells.BUDGETS, cells.COMPILED, *cells.REFUSED.values()]
     return made_once(tmp_path_factory, "two", lambda folder: run(repo_root, folder, chosen, 2))
 
 
@@ -129,6 +129,17 @@ def test_a_compiled_block_computes_with_its_part_at_its_precision(two: Results) 
     found = two[cells.COMPILED["name"]]
     assert not any(found["errors"]), found["errors"]
     assert found["equal"] and not found["warned"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", cells.BUDGETS, ids=lambda each: each["name"])
+def test_processes_spend_a_budget_alike_on_what_each_saves(each: cells.Cell, two: Results) -> None:
+    found = two[each["name"]]
+    assert not any(found["errors"]), found["errors"]
+    first, second = found["ranks"]
+    assert first == second and first["of_report"] == first["of_blocks"] <= 96 * 1024 / 32
+    if each["model"] == "llama":  # its parts fit, whole columns would not
+        assert set(first["policies"].values()) == {"full"}
 
 
 @pytest.mark.slow
