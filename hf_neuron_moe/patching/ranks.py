@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -82,7 +83,7 @@ def same_on_all_ranks(
             if group is None:
                 dist.destroy_process_group(line)
     except RuntimeError as silence:  # a peer that is gone, a store or a socket that timed out
-        unheard = silence if isinstance(silence, RankError) else _silent(str(silence).partition("\n")[0])
+        unheard = silence if isinstance(silence, RankError) else _silent(str(silence))
         if failure is None:
             raise unheard from (silence.__cause__ if unheard is silence else silence)
         failure.add_note(f"The other ranks could not be told: {unheard}")
@@ -95,7 +96,9 @@ def stand_apart() -> None:
 
     Raises what they ended with, if they did.
     """
-    if not _is_alone() and dist.get_world_size() > 1:
+    if _is_alone() or dist.get_world_size() < 2:
+        return
+    with suppress(dist.DistError):  # of a store that is gone with the others
         store, rank = _store(), dist.get_rank()
         turn = store.add(f"turns of {rank}", 0) + 1
         if store.check([f"{turn}/ended"]):
@@ -143,9 +146,10 @@ def _come_together(timeout: float, apart: float) -> None:
         store.wait(seen, timedelta(seconds=timeout))
         store.wait(here, timedelta(seconds=apart if elsewhere() else timeout))
     except RuntimeError as silence:
-        error = _silent(
-            f"{spelled_together([f'rank {each}' for each in ranks if not store.check([here[each]])])} is absent"
-        )
+        absent = [f"rank {each}" for each in ranks if not store.check([here[each]])]
+        if not absent:
+            return  # the last came a moment ago
+        error = _silent(f"{spelled_together(absent)} is absent")
         if others := elsewhere():
             expected = "given a model that was sharded while loading, as other ranks were"
             fix = "Call patch_model with it on every rank. Patch whole models, for comparison, before it is loaded."
@@ -154,11 +158,10 @@ def _come_together(timeout: float, apart: float) -> None:
         raise error from silence
 
 
-def _silent(got: str) -> RankError:
+def _silent(why: str) -> RankError:
     fix = "Look for an error of another rank. All ranks of the job have to make this call."
-    return RankError.about(
-        "every rank", "one that answers in time", f"no answer on rank {dist.get_rank()} ({got})", fix
-    )
+    got = f"no answer on rank {dist.get_rank()} ({why.partition(chr(10))[0]})"
+    return RankError.about("every rank", "one that answers in time", got, fix)
 
 
 def _compare(said: Mapping[str, tuple[str, Mapping[str, str]]]) -> None:
@@ -184,7 +187,7 @@ def facts_of(report: PatchReport | None, *, sharded: bool = False, same_blocks: 
     `same_blocks`, ranks have other layers: stages of a pipeline.
     """
     if report is None:
-        return {"the model": "one without patched blocks"}
+        return {"the model": "one that is not patched"}
     packages = {"hf_neuron_moe": __version__, "torch": str(torch.__version__)}
     packages["transformers"] = importlib.metadata.version("transformers")
     packages |= {name: versions.installed_version(name) or "none" for name in versions.PACKAGES}

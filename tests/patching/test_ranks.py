@@ -28,7 +28,7 @@ DIFFERING = {
     "switch": "environment variable NEURON_LOGICAL_NC_CONFIG must be the same on all ranks, got '1' on rank 0 and '2' ",
     "processor": "HF_NEURON_MOE_BF16_PRODUCTS must be the same on all ranks, got bf16 products on rank 0 and fp32 pro",
     "whole": "the model must be the same on all ranks, got one sharded while loading on rank 0 and a whole one on ",
-    "stock": "the model must be the same on all ranks, got a whole one on rank 0 and one without patched blocks ",
+    "stock": "the model must be the same on all ranks, got a whole one on rank 0 and one that is not patched on rank 1",
     "block": "plan of model.layers.0.mlp must be the same on all ranks, got LlamaMLP, None, 64, 96, patched, bf16, ",
 }
 Ranks = list[dict[str, Any]]
