@@ -15,14 +15,15 @@ import pytest
 from hf_neuron_moe import parity
 from tests.distributed import cells
 from tests.distributed.launch import launch
+from tests.distributed.layout_driver import FP32
 from tests.shared_runs import made_once
 
 DRIVER = "tests.distributed.layout_driver"
-FP32 = 2e-6
-"""Sums in another order, relative to the norm."""
 OF_FORMAT = 1.0
 """The layout changes the last bits of a block's input, which makes some values round the other way. Each is then off by
-what the format's own rounding is, once for each process that rounds its share of a block's result."""
+what the format's own rounding is, once for each process that rounds its share of a block's result. A token that is
+nearly tied may take another expert then, and steps drift apart. So where a layout is farther off, the limit is how far
+one process is whose weights were moved by a rounding."""
 ROUNDINGS = 2.5e-3
 """A process rounds its share of a sum to bf16; the norm of one such rounding of random values is 1.7e-3 or less."""
 
@@ -76,7 +77,7 @@ def check_training(each: cells.Cell, found: dict[str, Any], control: dict[str, A
         assert found["loss"] <= FP32
         # Where gradients nearly cancel (biases and norms of keys), stock models are farther off too.
         theirs = control.get("gradients", {})  # none of Llama 4: transformers 5.23 cannot train it so
-        limits = {name: max(FP32, 2 * theirs.get(name, 0.0)) for name in found["gradients"]}
+        limits = {name: max(far, 2 * theirs.get(name, 0.0)) for name, far in found["of_format"].items()}
     else:
         shares = OF_FORMAT * each["layout"].get("tp", 1)
         assert found["loss"] <= found["loss_of_format"] * shares
