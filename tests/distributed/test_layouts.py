@@ -74,7 +74,7 @@ def check(each: cells.Cell, results: Results) -> None:
 
 def check_training(each: cells.Cell, found: dict[str, Any], control: dict[str, Any]) -> None:
     if each["precision"] == "fp32":
-        assert found["loss"] <= FP32
+        assert found["loss"] <= found["loss_of_format"]
         # Where gradients nearly cancel (biases and norms of keys), stock models are farther off too.
         theirs = control.get("gradients", {})  # none of Llama 4: transformers 5.23 cannot train it so
         limits = {name: max(far, 2 * theirs.get(name, 0.0)) for name, far in found["of_format"].items()}
