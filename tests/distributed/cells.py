@@ -110,6 +110,7 @@ REFUSED = {
 }
 """Two processes: by what is said on the first one, what is refused on both."""
 
+CUT_TWICE = cell("phi3", "tp2-fsdp2", "fp32", kind="refused", plan=PACKED)
 ALWAYS_FOUR = [
     *trainings(("mixtral",), ("ep4", "ep4-tp2-fsdp2", "tp2-fsdp2"), ("fp32",)),
     cell("mixtral", "ep4", "fp32", idle=True, checkpointing=True),

@@ -57,7 +57,9 @@ def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def four(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made_once(tmp_path_factory, "four", lambda folder: run(repo_root, folder, cells.ALWAYS_FOUR, 4))
+    return made_once(
+        tmp_path_factory, "four", lambda folder: run(repo_root, folder, [*cells.ALWAYS_FOUR, cells.CUT_TWICE], 4)
+    )
 
 
 def check(each: cells.Cell, results: Results) -> None:
@@ -154,6 +156,12 @@ def test_what_is_refused_is_refused_on_every_process(message: str, two: Results)
 @pytest.mark.parametrize("each", cells.ALWAYS_FOUR, ids=lambda each: each["name"])
 def test_four_processes(each: cells.Cell, four: Results) -> None:
     check(each, four)
+
+
+@pytest.mark.slow
+def test_weights_that_transformers_loads_wrongly_are_refused(four: Results) -> None:
+    errors = four[cells.CUT_TWICE["name"]]["errors"]
+    assert all("FSDP cuts gate and up a second time" in error for error in errors), errors
 
 
 @pytest.mark.parametrize(
