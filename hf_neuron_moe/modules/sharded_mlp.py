@@ -51,6 +51,10 @@ def reasons_against_parallel(module: nn.Module, roles: DenseRoles) -> Iterator[s
         given = ", ".join(f"{name}: {style}" for name, style in found.items())
         plan = ", ".join(f"{name!r}: {style!r}" for name, style in wanted.items())
         yield f"tensor parallelism cuts it by {given}; pass rules for {{{plan}}} in DistributedConfig(tp_plan=...)"
+    first: Any = base_of(module.get_submodule(roles.inputs[0])).weight
+    axes = [getattr(placement, "dim", None) for placement in first.placements] if is_sharded(first) else []
+    if wanted[roles.inputs[0]] == "packed_colwise" and axes.count(0) > 1:
+        yield "FSDP cuts gate and up a second time, which transformers 5.23 loads wrongly; use tp or fsdp alone"
     down = base_of(module.get_submodule(roles.down)).weight
     inner, (parts, _) = down.shape[1], axis_parts(down, 1)
     if inner % parts:

@@ -29,7 +29,7 @@ from hf_neuron_moe.patching.preconditions import (
     not_patched_here,
     warn_of_lost_forwards,
 )
-from hf_neuron_moe.patching.ranks import OneAnswer, facts_of
+from hf_neuron_moe.patching.ranks import APART_SECONDS, OneAnswer, facts_of, stand_apart
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, PatchReport
 from hf_neuron_moe.precision_map import PrecisionMap
 
@@ -66,10 +66,11 @@ def patch_model(
     """
     together = isinstance(model, nn.Module) and is_sharded_at_loading(model)
     if together:  # whose collectives would wait for a rank that patches otherwise
-        with OneAnswer() as facts:
+        with OneAnswer(apart=APART_SECONDS) as facts:
             home, plan, state = _planned(model, config, include, exclude, strict)
-            facts |= facts_of(state.report, same_blocks=not has_stages(home))
+            facts |= facts_of(state.report, sharded=True, same_blocks=not has_stages(home))
     else:
+        stand_apart()
         home, plan, state = _planned(model, config, include, exclude, strict)
     if plan:
         apply_plan(home, plan, state, OneAnswer() if together else nullcontext())

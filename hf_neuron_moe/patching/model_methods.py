@@ -1,8 +1,9 @@
-"""Two methods of transformers models that an attribute of the instance stands before while a model is patched.
+"""Methods of transformers models that an attribute of the instance stands before while a model is patched.
 
 ``_init_weights`` is asked for every module: patched blocks are initialised as the stock ones. By
 ``_set_gradient_checkpointing`` all layers get one checkpoint function whenever checkpointing is switched on (by the
-user, the Trainer, peft's wrapper): it gets the replay of :mod:`hf_neuron_moe.patching.routing_replay`.
+user, the Trainer, peft's wrapper): it gets the replay of :mod:`hf_neuron_moe.patching.routing_replay`. A model that was
+sharded while loading cannot be copied: the engine's forwards would compute with the weights of the first model.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.engine import is_sharded_at_loading
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.modules.stock_init import init_as_stock
 from hf_neuron_moe.patching.routing_replay import ReplayingCheckpoint
 
 _INIT = "_init_weights"
 _SETTER = "_set_gradient_checkpointing"
+_COPY = "__deepcopy__"
 _FUNCTION = "_gradient_checkpointing_func"
 
 
@@ -32,8 +36,9 @@ def cover(model: nn.Module, *, experts: bool, covered: list[tuple[nn.Module, str
     """
     from transformers import PreTrainedModel
 
+    methods = [_INIT, *([_SETTER] if experts else []), *([_COPY] if is_sharded_at_loading(model) else [])]
     for each in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-        for method in (_INIT, _SETTER) if experts else (_INIT,):
+        for method in methods:
             # A setter from before transformers 4.35 takes a value, and gives its layers no function.
             old = method == _SETTER and "value" in inspect.signature(getattr(each, method)).parameters
             if old or _is_covered(each, method):
@@ -80,7 +85,13 @@ def _set_and_wrap(model: nn.Module, original: Callable[..., None] | None, *args:
     _wrap(model)
 
 
-_COVERS: dict[str, Callable[..., None]] = {_INIT: _init_weights, _SETTER: _set_and_wrap}
+def _refuse_copy(model: nn.Module, original: object, memo: object) -> NoReturn:
+    expected, got = "whole, to be copied", "one that transformers sharded while loading it"
+    fix = "Call save_pretrained on all ranks, load that folder with the same distributed_config, and patch it."
+    raise UnsupportedModelError.about("model", expected, got, fix).named("copy.deepcopy")
+
+
+_COVERS: dict[str, Callable[..., None]] = {_INIT: _init_weights, _SETTER: _set_and_wrap, _COPY: _refuse_copy}
 
 
 def routing_replay_stats(model: nn.Module, *, reset: bool = False) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def _shape(item: PlanItem) -> SavedBlock:
     candidate, config = item.candidate, item.config
     if candidate.form is not None:
         return experts_shape(candidate.module, candidate.form, config, candidate.top_k or 0)
-    _, hidden, inner = candidate.sizes
+    _, hidden, inner = candidate.local_sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused"
     return SavedBlock(config.precision, hidden, inner, None, config.backend, gate=candidate.gate)
 

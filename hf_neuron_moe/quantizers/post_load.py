@@ -14,6 +14,7 @@ from hf_neuron_moe.formats.moe_mx import TILE, from_groups
 from hf_neuron_moe.modules.block import put_parameter, release_layout
 from hf_neuron_moe.modules.engine import is_sharded_at_loading
 from hf_neuron_moe.modules.quantized_blocks import GATE_UP, QuantizedBlock
+from hf_neuron_moe.patching import adapter_watch
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
 from hf_neuron_moe.patching.discovery import Candidate, discover
@@ -40,6 +41,8 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
             raise ConversionError.about(missing[0], "filled from the checkpoint", "no values", fix)
     for block, _ in placement.quantized:
         block.settle()
+    if placement.quantized:
+        adapter_watch.watch(model, [])
     if not placement.loaders and not placement.readings:
         return
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}

@@ -10,6 +10,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public, with_article
+from hf_neuron_moe.modules.engine import is_sharded_at_loading
+from hf_neuron_moe.patching.apply import report_of
+from hf_neuron_moe.patching.ranks import OneAnswer, facts_of
 from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
 from hf_neuron_moe.training.blocks import patch_record
 from hf_neuron_moe.training.figures import logs_of
@@ -84,17 +87,19 @@ class NeuronMoECallback(TrainerCallback):
     ) -> None:
         """Begin to count, and write ``run.json``."""
         model: nn.Module = kwargs["model"]
-        if self.config is not None:
-            patch_for_training(model, self.config, kwargs.get("optimizer"))
-        elif not is_patched(model):
-            if self._may_be_stock:
-                return
-            got = f"{with_article(type(model).__name__)} without patched blocks"
-            fix = (
-                "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is one), "
-                "give the callback a config, or use NeuronMoETrainer."
-            )
-            raise UnsupportedModelError.about("model", "patched when training begins", got, fix)
+        with OneAnswer() as facts:  # DDP compares shapes only
+            if self.config is not None:
+                patch_for_training(model, self.config, kwargs.get("optimizer"))
+            elif not is_patched(model) and not self._may_be_stock:
+                got = f"{with_article(type(model).__name__)} without patched blocks"
+                fix = (
+                    "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is one), "
+                    "give the callback a config, or use NeuronMoETrainer."
+                )
+                raise UnsupportedModelError.about("model", "patched when training begins", got, fix)
+            facts |= facts_of(report_of(model), sharded=is_sharded_at_loading(model))
+        if not is_patched(model):
+            return
         if args.save_strategy != "no":
             refuse_unsavable_adapters(model)
         self.detach()

@@ -8,6 +8,8 @@ is expected, once for all cells with the same model and precision.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
 import os
@@ -23,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_neuron_moe import parity, patch_model
+from hf_neuron_moe.modules.in_place import named_blocks
+from hf_neuron_moe.patching import api
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.training.figures import logs_of
 from hf_neuron_moe.training.metrics import TrainingMonitor
@@ -48,6 +52,12 @@ SIZES: dict[str, dict[str, Any]] = {
 """Tiny models: I of a process is 128 where two share it, of ``mixtral_512`` 512, where MX groups stay whole."""
 FAMILIES = {"mixtral_512": "mixtral", "odd": "mixtral"}
 H = 128
+FP32 = 2e-6
+"""Sums in another order, relative to the norm."""
+DRAWS = 12
+"""Runs of one process with other roundings of the weights, where a layout is farther off than the format."""
+APART = 2.0
+"""Seconds for a rank that patched another model."""
 
 
 def checkpoint(home: Path, name: str) -> str:
@@ -84,10 +94,33 @@ def trained(cell: dict[str, Any], trial: parity.Trial, known: dict[str, parity.R
     if found is None or expected is None:
         return {}
     result = {"loss": found.loss, "worst": found.worst, "gradients": found.gradients}
+    if cell["precision"] is None:
+        return result
+    limits, shares, rounding = [parity.Comparison(FP32, dict.fromkeys(found.gradients, FP32), [])], 1, 2**-24
     if exact is not None:
-        of_format = parity.compare(exact, expected)
-        result |= {"loss_of_format": of_format.loss, "of_format": of_format.gradients}
-    return result
+        limits, shares, rounding = [parity.compare(exact, expected)], trial.layout.get("tp", 1), 2**-9
+    if not within(found, limits[0], shares):
+        for seed in range(DRAWS):
+            moved = functools.partial(moved_weights, trial, rounding, seed)
+            run = alone({**cell, "moved": seed}, replace(trial, prepare=moved), known)
+            limits.append(parity.compare(run, expected))
+    result |= {"loss_of_format": max(each.loss for each in limits)}
+    return result | {"of_format": {name: max(each.gradients[name] for each in limits) for name in found.gradients}}
+
+
+def within(found: parity.Comparison, limit: parity.Comparison, shares: int) -> bool:
+    """Return whether losses and gradients are no farther off than a limit for each share."""
+    near = all(far <= shares * limit.gradients[name] for name, far in found.gradients.items())
+    return near and found.loss <= shares * limit.loss
+
+
+def moved_weights(trial: parity.Trial, rounding: float, seed: int, model: nn.Module) -> nn.Module:
+    """Move every weight by at most one `rounding`, relative."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1 + rounding * (2 * torch.rand(param.shape, generator=generator) - 1))
+    return model if trial.prepare is None else trial.prepare(model)
 
 
 def alone(cell: dict[str, Any], trial: parity.Trial, known: dict[str, parity.Run]) -> parity.Run:
@@ -164,6 +197,36 @@ def measured(trial: parity.Trial) -> dict[str, Any]:
     return {"classes": classes, "logs": logs_of(record), "experts": next(iter(record["experts"].values()))}
 
 
+def refused(cell: dict[str, Any], trial: parity.Trial, patch: dict[str, Any]) -> dict[str, Any]:
+    """Do what every process must raise an error for."""
+    model, first = parity.load(trial, distributed=True), dist.get_rank() == 0
+    if cell.get("apart") and not first:  # a rank that is elsewhere
+        patch_model(parity.load(trial, distributed=False), patch)
+        time.sleep(2 * APART + 1)
+    patch_model(model, patch if first else {**patch, **cell.get("on_rank_1", {})})
+    if cell.get("copied"):
+        copy.deepcopy(model)
+    return {}
+
+
+def budgeted(cell: dict[str, Any], trial: parity.Trial) -> dict[str, Any]:
+    """Patch within a budget of bytes: which policy each block got, what blocks and report say, what a step saves."""
+    model = parity.load(trial, distributed=True)
+    report = report_of(model)
+    assert report is not None
+    blocks = [block for _, block in named_blocks(model)]
+    run = parity.train(replace(trial, steps=1), model, dist.get_rank() // trial.layout.get("tp", 1), trial.batches)
+    mine = {
+        "policies": {entry.name: str(entry.activations) for entry in report.patched},
+        "of_report": sum(entry.saved_bytes_per_token or 0.0 for entry in report.patched),
+        "of_blocks": sum(block.saved_bytes_per_token for block in blocks),
+        "loss": run.losses[0],
+    }
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return {"ranks": everyones}
+
+
 def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[str, Any]:
     """Return what a cell comes to on this process."""
     patch = None if cell.get("precision") is None else {"precision": cell["precision"], **cell.get("options", {})}
@@ -189,11 +252,10 @@ def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[
             return compiled(trial)
         case "measured":
             return measured(trial)
+        case "budget":
+            return budgeted(cell, trial)
         case "refused":
-            if dist.get_rank() == 1:
-                patch = {**(patch or {}), **cell.get("on_rank_1", {})}
-            patch_model(parity.load(replace(trial, patch=None), distributed=True), patch)
-            return {}
+            return refused(cell, replace(trial, patch=None), patch or {})
     return trained(cell, trial, known)
 
 
@@ -204,6 +266,7 @@ def main(folder: Path) -> None:
     dist.init_process_group(
         "gloo", os.environ["RENDEZVOUS"], rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
+    api.APART_SECONDS = APART
     known: dict[str, parity.Run] = {}
     results = {}
     for cell in cells:

@@ -15,14 +15,15 @@ import pytest
 from hf_neuron_moe import parity
 from tests.distributed import cells
 from tests.distributed.launch import launch
+from tests.distributed.layout_driver import FP32
 from tests.shared_runs import made_once
 
 DRIVER = "tests.distributed.layout_driver"
-FP32 = 2e-6
-"""Sums in another order, relative to the norm."""
 OF_FORMAT = 1.0
 """The layout changes the last bits of a block's input, which makes some values round the other way. Each is then off by
-what the format's own rounding is, once for each process that rounds its share of a block's result."""
+what the format's own rounding is, once for each process that rounds its share of a block's result. A token that is
+nearly tied may take another expert then, and steps drift apart. So where a layout is farther off, the limit is how far
+one process is whose weights were moved by a rounding."""
 ROUNDINGS = 2.5e-3
 """A process rounds its share of a sum to bf16; the norm of one such rounding of random values is 1.7e-3 or less."""
 
@@ -50,13 +51,15 @@ def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    chosen = [*cells.ALWAYS, *cells.MEASURED, cells.COMPILED, *cells.REFUSED.values()]
+    chosen = [*cells.ALWAYS, *cells.MEASURED, *cells.BUDGETS, cells.COMPILED, *cells.REFUSED.values()]
     return made_once(tmp_path_factory, "two", lambda folder: run(repo_root, folder, chosen, 2))
 
 
 @pytest.fixture(scope="module")
 def four(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made_once(tmp_path_factory, "four", lambda folder: run(repo_root, folder, cells.ALWAYS_FOUR, 4))
+    return made_once(
+        tmp_path_factory, "four", lambda folder: run(repo_root, folder, [*cells.ALWAYS_FOUR, cells.CUT_TWICE], 4)
+    )
 
 
 def check(each: cells.Cell, results: Results) -> None:
@@ -73,10 +76,10 @@ def check(each: cells.Cell, results: Results) -> None:
 
 def check_training(each: cells.Cell, found: dict[str, Any], control: dict[str, Any]) -> None:
     if each["precision"] == "fp32":
-        assert found["loss"] <= FP32
+        assert found["loss"] <= found["loss_of_format"]
         # Where gradients nearly cancel (biases and norms of keys), stock models are farther off too.
         theirs = control.get("gradients", {})  # none of Llama 4: transformers 5.23 cannot train it so
-        limits = {name: max(FP32, 2 * theirs.get(name, 0.0)) for name in found["gradients"]}
+        limits = {name: max(far, 2 * theirs.get(name, 0.0)) for name, far in found["of_format"].items()}
     else:
         shares = OF_FORMAT * each["layout"].get("tp", 1)
         assert found["loss"] <= found["loss_of_format"] * shares
@@ -132,6 +135,17 @@ def test_a_compiled_block_computes_with_its_part_at_its_precision(two: Results) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("each", cells.BUDGETS, ids=lambda each: each["name"])
+def test_processes_spend_a_budget_alike_on_what_each_saves(each: cells.Cell, two: Results) -> None:
+    found = two[each["name"]]
+    assert not any(found["errors"]), found["errors"]
+    first, second = found["ranks"]
+    assert first == second and first["of_report"] == first["of_blocks"] <= 96 * 1024 / 32
+    if each["model"] == "llama":  # its parts fit, whole columns would not
+        assert set(first["policies"].values()) == {"full"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("message", cells.REFUSED)
 def test_what_is_refused_is_refused_on_every_process(message: str, two: Results) -> None:
     errors = two[cells.REFUSED[message]["name"]]["errors"]
@@ -142,6 +156,12 @@ def test_what_is_refused_is_refused_on_every_process(message: str, two: Results)
 @pytest.mark.parametrize("each", cells.ALWAYS_FOUR, ids=lambda each: each["name"])
 def test_four_processes(each: cells.Cell, four: Results) -> None:
     check(each, four)
+
+
+@pytest.mark.slow
+def test_weights_that_transformers_loads_wrongly_are_refused(four: Results) -> None:
+    errors = four[cells.CUT_TWICE["name"]]["errors"]
+    assert all("FSDP cuts gate and up a second time" in error for error in errors), errors
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from hf_neuron_moe.patching import ranks
 from hf_neuron_moe.patching.report import PATCHED, PatchEntry, PatchReport
 
 SECONDS = 8.0
+APART = 1.0
 ENTRY = PatchEntry("model.layers.0.mlp", "mlp", "LlamaMLP", PATCHED, hidden_size=64, intermediate_size=96,
                    backend="torch", precision="bf16", products="bf16 products")  # fmt: skip
 GATHERS: list[object] = []
@@ -108,6 +109,52 @@ def both(rank: int) -> None:
         raise MemoryError(f"of rank {rank}")
 
 
+def apart(rank: int) -> None:
+    """Rank 1 patches a model of its own while rank 0 waits with a sharded one, and comes too late."""
+    if rank:
+        ranks.stand_apart()
+        time.sleep(3 * APART)
+    try:
+        with ranks.OneAnswer(SECONDS, apart=APART) as answer:
+            answer |= facts()
+    except NeuronMoEError:
+        store = ranks._store()
+        store.set(f"apart {rank}", "")
+        store.wait([f"apart {other}" for other in (0, 1)])
+        raise
+
+
+def late_in_patch_model(rank: int) -> None:
+    """The same, and rank 1 hears of it when it patches the next model of its own."""
+    if rank == 0:
+        with ranks.OneAnswer(SECONDS, apart=APART) as answer:
+            answer |= facts()
+    ranks.stand_apart()
+    time.sleep(3 * APART)
+    ranks.stand_apart()
+
+
+def reference(rank: int) -> None:
+    """Rank 1 patches a model of its own before both load a sharded one, and takes its time; groups are made then."""
+    if rank:
+        ranks.stand_apart()
+    dist.new_group([0, 1], backend="gloo")
+    time.sleep(3 * APART * rank)
+    with ranks.OneAnswer(SECONDS, apart=APART) as answer:
+        answer |= facts()
+
+
+def whole(rank: int) -> None:
+    """Rank 1 trains a whole model, rank 0 patches one that was sharded while loading."""
+    report = PatchReport(NeuronMoEConfig(), (ENTRY,))
+    agree(ranks.facts_of(report, sharded=not rank))
+
+
+def stock(rank: int) -> None:
+    """Rank 1 has not patched its model."""
+    agree(ranks.facts_of(None) if rank else facts())
+
+
 def dying(rank: int) -> None:
     """Rank 1 is gone before it has planned."""
     if rank:
@@ -116,7 +163,8 @@ def dying(rank: int) -> None:
 
 
 CELLS: tuple[Callable[[int], None], ...] = (
-    equal, own_group, precision, version, switch, processor, block, raising, both, dying,
+    equal, own_group, precision, version, switch, processor, block, raising, both, reference, apart,
+    late_in_patch_model, whole, stock, dying,
 )  # fmt: skip
 
 

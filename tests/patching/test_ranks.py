@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import compute
 from hf_neuron_moe.patching import ranks
-from tests.patching.agreement_driver import CELLS, SECONDS
+from tests.patching.agreement_driver import APART, CELLS, SECONDS
 from tests.shared_runs import made_once
 from tests.tiny_models import tiny_model
 
@@ -27,6 +27,8 @@ DIFFERING = {
     "version": "version of hf_neuron_moe must be the same on all ranks, got 0.1.0 on rank 0 and 0.2.0 on rank 1. Star",
     "switch": "environment variable NEURON_LOGICAL_NC_CONFIG must be the same on all ranks, got '1' on rank 0 and '2' ",
     "processor": "HF_NEURON_MOE_BF16_PRODUCTS must be the same on all ranks, got bf16 products on rank 0 and fp32 pro",
+    "whole": "the model must be the same on all ranks, got one sharded while loading on rank 0 and a whole one on ",
+    "stock": "the model must be the same on all ranks, got a whole one on rank 0 and one that is not patched on rank 1",
     "block": "plan of model.layers.0.mlp must be the same on all ranks, got LlamaMLP, None, 64, 96, patched, bf16, ",
 }
 Ranks = list[dict[str, Any]]
@@ -79,11 +81,26 @@ def test_a_rank_that_fails_keeps_its_error_and_the_others_name_it(two: Ranks) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cell", ["apart", "late_in_patch_model"])
+def test_a_rank_that_patches_another_model_ends_all_in_short_time(cell: str, two: Ranks) -> None:
+    (kind, message), late = (rank[cell]["error"] for rank in two)
+    assert [kind, message] == late and kind == "RankError"
+    assert message.startswith("rank 1 must be given a model that was sharded while loading, as other ranks were, got ")
+    assert max(rank[cell]["seconds"] for rank in two) < 5 * APART + 1
+
+
+@pytest.mark.slow
+def test_a_reference_that_one_rank_patches_before_loading_is_no_fault(two: Ranks) -> None:
+    assert [rank["reference"]["error"] for rank in two] == [None, None]
+    assert min(rank["reference"]["seconds"] for rank in two) > 2 * APART
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_gone_ends_the_others_in_time(two: Ranks) -> None:
     assert "dying" not in two[1] and len(two[1]) == len(CELLS) - 1
     kind, message = two[0]["dying"]["error"]
     assert kind == "RankError" and two[0]["dying"]["seconds"] < 2 * SECONDS
-    assert message.startswith("every rank must be one that answers in time, got no answer on rank 0 (")
+    assert message.startswith("every rank must be one that answers in time, got no answer on rank 0 (rank 1 is absent)")
     assert all(rank[cell.__name__]["seconds"] < SECONDS for rank in two for cell in CELLS[:-1])
 
 

@@ -1,12 +1,13 @@
-"""One of two processes that load conversions which transformers shards while loading.
+"""One of two or four processes that load conversions which transformers shards while loading.
 
-    python -m tests.quantizers.sharded_driver FOLDER RANK
+    python -m tests.quantizers.sharded_driver FOLDER RANK PROCESSES
 
-FOLDER has the conversions of :data:`CELLS`; what each cell came to goes to FOLDER/rank-N.json.
+FOLDER has the conversions of :data:`CELLS` or :data:`CELLS_OF_FOUR`; what each cell came to goes to FOLDER/rank-N.json.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import traceback
@@ -23,12 +24,13 @@ import torch
 import transformers.modeling_utils
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, distributed as dist
-from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_neuron_moe import parity, patch_model, unpatch_model
+from hf_neuron_moe.errors import NeuronMoEError
 from hf_neuron_moe.quantizers import sharded
+from tests.training.lora_driver import filled
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 64}
 
@@ -103,6 +105,12 @@ CELLS = (
     Cell("llama", {**MX, "tp_degree": 2}, TP, changes=WIDE),
     Cell("llama", {**MX, "layout": "fused", "tp_degree": 2}, TP, changes=WIDE),
 )
+CELLS_OF_FOUR = (
+    Cell("mixtral", KERNEL, {"ep": 2, "fsdp": 4}),
+    Cell("mixtral", DEALT, {"ep": 2, "tp": 2, "fsdp": 2}),
+    Cell("llama", {**PARTS, "layout": "fused"}, {"tp": 2, "fsdp": 2}),
+    Cell("mixtral", MX, {"ep": 4, "fsdp": 4}),
+)
 
 
 class Counting:
@@ -171,16 +179,18 @@ def whole(tensor: Any) -> Tensor:
 def run(home: Path, cell: Cell, expected: dict[str, Any]) -> dict[str, Any]:
     """Load, compare every weight, train two steps and compare with one process: bf16 conversions in fp32."""
     rank, alone = dist.get_rank(), cell.alone
-    trial = parity.Trial("", cell.layout, steps=2, rows=2, tokens=24)
+    trial = parity.Trial("", cell.layout, steps=2, rows=dist.get_world_size(), tokens=24)
     if alone.folder not in expected:
         model = load(home / alone.folder, {})
+        saved = saved_by(model, home / "saved" / f"{alone.folder}-{rank}")
         values = in_fp32(model, alone)
-        first = adapted(model, trial) if alone.quantized and "tp" not in cell.layout else None
+        first = adapted(model, trial) if alone.quantized else None
         model = model if first is None else load(home / alone.folder, {})
-        expected[alone.folder] = values, first, parity.train(trial, model.train())
-    values, first, one = expected[alone.folder]
+        expected[alone.folder] = values, first, parity.train(trial, model.train()), saved
+    values, first, one, saved = expected[alone.folder]
     with counted() as read:
         model = load(home / cell.folder, cell.layout)
+    written = saved_by(model, home / "saved" / cell.name.replace(":", "-"))
     found = in_fp32(model, cell)
     other = [name for name, value in values.items() if not torch.equal(found[name], value)]
     part = rank // cell.layout.get("tp", 1)
@@ -193,10 +203,21 @@ def run(home: Path, cell: Cell, expected: dict[str, Any]) -> dict[str, Any]:
         "gradient": result.worst,
         "read": {name: count for name, count in read.items() if "gate_up" in name or "down_proj" in name},
     }
-    if first is not None and "tp" not in cell.layout:
-        second = adapted(load(home / cell.folder, cell.layout), trial, part, trial.batches)
+    if rank == 0:  # which writes
+        summary["saved"] = [written, saved]
+    if first is not None:
+        second = adapted(load(home / cell.folder, cell.layout), trial, part)
         summary["adapters"] = parity.compare(first, second).worst
     return summary
+
+
+def saved_by(model: Any, folder: Path) -> Any:
+    """Return names and digests of the files of weights that are saved, or what is said instead."""
+    try:
+        model.save_pretrained(folder)
+    except NeuronMoEError as error:
+        return str(error)
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.safetensors"))}
 
 
 def in_fp32(model: Any, cell: Cell) -> dict[str, Tensor]:
@@ -210,21 +231,19 @@ def in_fp32(model: Any, cell: Cell) -> dict[str, Tensor]:
     return values
 
 
-def adapted(model: Any, trial: parity.Trial, part: int = 0, parts: int = 1) -> parity.Run:
+def adapted(model: Any, trial: parity.Trial, part: int | None = None) -> parity.Run:
     """Return the gradients of adapters on attention, after one step, averaged as the Trainer does."""
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train()
-    generator = torch.Generator().manual_seed(5)
-    for param in (param for param in model.parameters() if param.requires_grad):
-        value = 0.1 * torch.randn(param.shape, generator=generator)
-        placed = [param.device_mesh, param.placements] if hasattr(param, "placements") else []
-        param.data = distribute_tensor(value, *placed, src_data_rank=None) if placed else value
-    ids = parity.batch_of(trial, SIZES["vocab_size"], 0, part, parts)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])).train()
+    filled(model)
+    alone = part is None
+    ids = parity.batch_of(trial, SIZES["vocab_size"], 0, part or 0, 1 if alone else trial.batches)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    learned = {name: parity.whole(param.grad) for name, param in model.named_parameters() if param.requires_grad}
-    for gradient in learned.values() if parts > 1 else ():
-        dist.all_reduce(gradient)
-        gradient /= parts
-    return parity.Run([1.0], learned)
+    gradients = {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
+    for gradient in gradients.values() if not alone else ():
+        if not hasattr(gradient, "full_tensor"):
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+    return parity.Run([1.0], {name: parity.whole(gradient) for name, gradient in gradients.items()})
 
 
 def differing(home: Path) -> dict[str, Any]:
@@ -244,17 +263,19 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main(home: Path, rank: int) -> None:
+def main(home: Path, rank: int, processes: int) -> None:
     """Run all cells."""
-    options: Any = {"init_method": f"file://{home}/meeting", "rank": rank, "world_size": 2}
+    options: Any = {"init_method": f"file://{home}/meeting", "rank": rank, "world_size": processes}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60), **options)
     expected: dict[str, Any] = {}
-    found = {cell.name: attempt(lambda cell=cell: run(home, cell, expected)) for cell in CELLS}  # type: ignore[misc]
-    found["differing"] = attempt(lambda: differing(home))
+    chosen = CELLS if processes == 2 else CELLS_OF_FOUR
+    found = {cell.name: attempt(lambda cell=cell: run(home, cell, expected)) for cell in chosen}  # type: ignore[misc]
+    if processes == 2:
+        found["differing"] = attempt(lambda: differing(home))
     (home / f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

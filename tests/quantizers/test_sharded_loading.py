@@ -29,7 +29,7 @@ from tests.shared_runs import made_once
 from tests.tiny_models import tiny_config
 
 pytest.importorskip("transformers.distributed.sharding_utils", reason="this transformers cannot shard while loading")
-from tests.quantizers.sharded_driver import CELLS, SIZES, Cell
+from tests.quantizers.sharded_driver import CELLS, CELLS_OF_FOUR, SIZES, Cell
 
 LIMIT = 2e-6
 """Relative, of fp32 losses and gradients: sums in another order."""
@@ -46,12 +46,20 @@ def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return ranks
 
 
-def launched(repo_root: Path, home: Path) -> Ranks:
-    """Convert the sources of all cells and load them in two processes."""
+@pytest.fixture(scope="module")
+def four(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What four processes saw."""
+    launch = functools.partial(launched, repo_root, processes=4)
+    ranks: Ranks = made_once(tmp_path_factory, "sharded-loading-of-four", launch)
+    return ranks
+
+
+def launched(repo_root: Path, home: Path, processes: int = 2) -> Ranks:
+    """Convert the sources of all cells and load them in so many processes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    for cell in CELLS:
+    for cell in CELLS if processes == 2 else CELLS_OF_FOUR:
         source = home / f"{cell.family}{cell.changes}"
         if not source.exists():
             torch.manual_seed(7)
@@ -62,39 +70,26 @@ def launched(repo_root: Path, home: Path) -> Ranks:
                 convert_checkpoint(source, home / each.folder, ConvertOptions(**each.options))
     command = [sys.executable, "-m", "tests.quantizers.sharded_driver", str(home)]
     started = []
-    for rank in ("0", "1"):
-        env = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    for rank in map(str, range(processes)):
+        env = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         options: Any = {"cwd": repo_root, "env": env, "stderr": subprocess.PIPE, "start_new_session": True}
-        started.append(subprocess.Popen([*command, rank], text=True, **options))
+        started.append(subprocess.Popen([*command, rank, str(processes)], text=True, **options))
     try:
         shown = [process.communicate(timeout=240)[1] for process in started]
     finally:
         for process in started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert [process.returncode for process in started] == [0, 0], "\n".join(shown)
-    return [json.loads((home / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(shown)
+    return [json.loads((home / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_every_layout_computes_as_one_process_and_reads_its_part(two: Ranks, cell: Cell) -> None:
-    for rank in two:
-        found = rank[cell.name]
-        assert "error" not in found, found["trace"]
-        assert (found["other"], found["names"]) == ([], [])
-    first = two[0][cell.name]
-    divided = cell.quantized and cell.layout != {"fsdp": 2}
-    limit = MX_LIMIT if divided else LIMIT
-    assert first["loss"] <= limit / (10 if divided else 1) and first["gradient"][1] <= limit, first
-    assert ("adapters" in first) is (cell.quantized and "tp" not in cell.layout)
-    assert first.get("adapters", ("", 0.0))[1] <= limit, first
-    read = [sum(each for name, each in rank[cell.name]["read"].items() if "_bias" not in name) for rank in two]
-    assert read[0] == read[1]
-    if not cell.quantized and cell.family != "qwen2_moe":
-        experts = 8 if "num_local_experts" in cell.config else 1
-        assert read[0] == 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * experts  # 2 bytes each, half of them
+    check(cell, two)
+    read = bytes_read(cell, two)
     if cell.quantized and cell.family == "mixtral" and "ep" in cell.layout:
         assert 2 * read[0] == sum(two[0]["mixtral-mxfp8:fsdp2"]["read"].values())
     if cell.options.get("tp_degree", 0) == cell.layout.get("tp") and "ep" not in cell.layout:
@@ -102,6 +97,39 @@ def test_every_layout_computes_as_one_process_and_reads_its_part(two: Ranks, cel
     if cell.options.get("ep_degree", 0) == cell.layout.get("ep"):
         names = [{name for name in rank[cell.name]["read"] if ".experts." in name} for rank in two]
         assert all(name.endswith(f".ep{rank}") for rank in (0, 1) for name in names[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS_OF_FOUR, ids=lambda cell: cell.name)
+def test_four_processes(four: Ranks, cell: Cell) -> None:
+    check(cell, four)
+
+
+def check(cell: Cell, ranks: Ranks) -> None:
+    """Compare weights, what is computed from them, what is saved and how many bytes were read with one process."""
+    for rank in ranks:
+        found = rank[cell.name]
+        assert "error" not in found, found["trace"]
+        assert (found["other"], found["names"]) == ([], [])
+    first = ranks[0][cell.name]
+    divided = cell.quantized and cell.layout != {"fsdp": 2}
+    limit = MX_LIMIT if divided else LIMIT
+    assert first["loss"] <= limit / (10 if divided else 1) and first["gradient"][1] <= limit, first
+    assert ("adapters" in first) is cell.quantized
+    assert first.get("adapters", ("", 0.0))[1] <= limit, first
+    written, expected = first["saved"]
+    assert written and written == expected and ("frozen MX base" in expected) is cell.quantized
+    read = bytes_read(cell, ranks)
+    assert len(set(read)) == 1
+    if not cell.quantized and cell.family != "qwen2_moe":
+        experts = 8 if "num_local_experts" in cell.config else 1
+        weights = 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * experts
+        assert read[0] == 2 * weights // len(ranks)  # of 2 bytes
+
+
+def bytes_read(cell: Cell, ranks: Ranks) -> list[int]:
+    """Return how many bytes of weights each process read."""
+    return [sum(each for name, each in rank[cell.name]["read"].items() if "_bias" not in name) for rank in ranks]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""Two processes train, save, merge and load LoRA adapters under every layout, and compare with one process.
+"""Two or four processes train, save, merge and load LoRA adapters under every layout, and compare with one process.
 
-    python -m tests.training.lora_driver FOLDER RANK
+    python -m tests.training.lora_driver FOLDER RANK PROCESSES
 
-Both run the same cells in one process group. Each writes what it found to FOLDER/rank-N.json, by cell.
+All run the same cells in one process group. Each writes what it found to FOLDER/rank-N.json, by cell.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "ep2-fsdp2": {"ep": 2, "fsdp": 2},
     "ep2-tp2": {"ep": 2, "tp": 2},
 }
+FOUR: dict[str, dict[str, int]] = {
+    "ep2-fsdp4": {"ep": 2, "fsdp": 4},
+    "ep2-tp2-fsdp2": {"ep": 2, "tp": 2, "fsdp": 2},
+}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = ["gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -45,8 +49,12 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"target_modules": ATTENTION + DENSE, "target_parameters": EXPERTS},
     "gpt_oss": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
 }
+ONLY_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
+"""For layouts where both tp and fsdp cut the other layers, whose adapters peft gives wrong shapes."""
 CELLS = [(family, layout) for family in TARGETS for layout in LAYOUTS if family != "llama" or "ep" not in layout]
 NAMES = [f"{family}/{layout}" for family, layout in CELLS]
+CELLS_OF_FOUR = [("mixtral", "ep2-fsdp4"), ("mixtral", "ep2-tp2-fsdp2"), ("gpt_oss", "ep2-fsdp4")]
+NAMES_OF_FOUR = [f"{family}/{layout}" for family, layout in CELLS_OF_FOUR]
 TRAINER = "trainer"
 CHECKPOINTED = {("llama", "tp2"), ("mixtral", "ep2-tp2")}
 
@@ -63,9 +71,9 @@ def filled(model: nn.Module) -> None:
                 param.copy_(value)
 
 
-def adapted(family: str, average: bool) -> Callable[[nn.Module], nn.Module]:
+def adapted(targets: dict[str, Any], average: bool) -> Callable[[nn.Module], nn.Module]:
     def prepare(model: nn.Module) -> nn.Module:
-        wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **TARGETS[family]))
+        wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **targets))
         filled(wrapped)
         for param in wrapped.parameters() if average else ():
             if param.requires_grad and not isinstance(param.data, DTensor):
@@ -90,18 +98,19 @@ def same_files(one: Path, other: Path) -> list[str]:
 
 
 def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
-    sizes, here = LAYOUTS[layout], folder / f"{family}-{layout}"
-    trial = Trial(str(folder / family), sizes, {"precision": "fp32"}, steps=2, prepare=adapted(family, False))
+    sizes, here = (LAYOUTS | FOUR)[layout], folder / f"{family}-{layout}"
+    targets = ONLY_EXPERTS if {"tp", "fsdp"} <= sizes.keys() else TARGETS[family]
+    trial = Trial(str(folder / family), sizes, {"precision": "fp32"}, steps=2, prepare=adapted(targets, False))
     one: Any = load(trial, distributed=False)
     one.save_pretrained(here / f"one-{rank}")
     expected = train(trial, one)
     filled(one)
     merged_one = one.merge_and_unload().eval()
 
-    trial = replace(trial, prepare=adapted(family, True), checkpointing=(family, layout) in CHECKPOINTED)
+    trial = replace(trial, prepare=adapted(targets, True), checkpointing=(family, layout) in CHECKPOINTED)
     model: Any = load(trial, distributed=True)
     model.save_pretrained(here / "many", is_main_process=rank == 0)
-    found = train(trial, model, rank if "fsdp" in sizes else 0, trial.batches)
+    found = train(trial, model, rank // sizes.get("tp", 1), trial.batches)
     result = compare(expected, found)
     answer: dict[str, Any] = {"loss": result.loss, "worst": result.worst, "count": len(result.gradients)}
     dist.barrier()
@@ -125,7 +134,7 @@ def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
     answer["merged_file"] = same_files(here / "merged-one" / file, here / "merged" / file)
 
     again = PeftModel.from_pretrained(merged, here / "many")
-    other = adapted(family, False)(merged_one)
+    other = adapted(targets, False)(merged_one)
     params = dict(other.named_parameters())
     lora = [(name, param) for name, param in again.named_parameters() if "lora_" in name]
     answer["loaded"] = [name for name, param in lora if not torch.equal(whole(param.detach()), params[name])]
@@ -190,22 +199,26 @@ def trained(model: nn.Module, folder: Path, rows: list[dict[str, Tensor]], batch
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def cells(folder: Path, rank: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    for name, (family, layout) in zip(NAMES, CELLS, strict=True):
-        yield name, lambda family=family, layout=layout: cell(family, layout, folder, rank)
-    yield TRAINER, lambda: trainer_cell(folder, rank)
+def cells(folder: Path, rank: int, processes: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    for family, layout in CELLS if processes == 2 else CELLS_OF_FOUR:
+        yield f"{family}/{layout}", lambda family=family, layout=layout: cell(family, layout, folder, rank)
+    if processes == 2:
+        yield TRAINER, lambda: trainer_cell(folder, rank)
 
 
-def main(folder: Path, rank: int) -> None:
-    """Run all cells; the first that fails ends this process, and the test ends the other."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+def main(folder: Path, rank: int, processes: int) -> None:
+    """Run all cells; the first that fails ends this process, and the test ends the others."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes, timeout=limit)
     for family in TARGETS if rank == 0 else ():
         tiny_model(family, num_hidden_layers=1).save_pretrained(folder / family)
     dist.barrier()
     answers: dict[str, Any] = {}
-    for name, run in cells(folder, rank):
+    for name, run in cells(folder, rank, processes):
         print(name, flush=True)
         answers[name] = run()
         (folder / f"rank-{rank}.json").write_text(json.dumps(answers), encoding="utf-8")
@@ -215,4 +228,4 @@ def main(folder: Path, rank: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error", NeuronMoEWarning)
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Two processes train together and save safe checkpoints; then one of them gets a NaN.
+"""Two processes train together and save safe checkpoints; then one gets a NaN, and then another precision.
 
     torchrun --nproc-per-node 2 -m tests.training.rank_driver FOLDER
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_neuron_moe import patch_model
-from hf_neuron_moe.errors import NeuronMoEWarning, NonFiniteWeightsError
+from hf_neuron_moe import NeuronMoECallback, patch_model
+from hf_neuron_moe.errors import NeuronMoEWarning, NonFiniteWeightsError, RankError, UnsupportedModelError
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
 from tests.tiny_models import tiny_model, tokens
 
@@ -35,10 +35,17 @@ class Spoiler(TrainerCallback):
                 kwargs["model"].lm_head.weight[0, 0] = float("nan")
 
 
-def trained(folder: Path, resume: bool, callbacks: list[TrainerCallback] | None = None, steps: int = 4) -> Trainer:
-    """Train up to `steps`; return the trainer."""
+def trained(
+    folder: Path,
+    resume: bool,
+    callbacks: list[TrainerCallback] | None = None,
+    steps: int = 4,
+    precision: str | None = "fp32",
+) -> Trainer:
+    """Train up to `steps`; return the trainer. Without a `precision` the model is not patched."""
     model = tiny_model("mixtral", num_hidden_layers=1, attention_dropout=0.2)
-    patch_model(model, {"precision": "fp32"})
+    if precision is not None:
+        patch_model(model, {"precision": precision})
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -76,7 +83,14 @@ def main(folder: Path) -> None:
         trained(folder / "run", True, [Spoiler()], steps=6)
     except NonFiniteWeightsError as error:
         refused = str(error)
+    differing = []
+    for precisions in (("fp32", "bf16"), ("fp32", None)):  # weights of DDP's processes have the same shapes
+        try:
+            trained(folder / "other", False, [NeuronMoECallback()], precision=precisions[rank])
+        except (RankError, UnsupportedModelError) as error:
+            differing.append([type(error).__name__, str(error)])
     result = {
+        "differing": differing,
         "losses": losses,
         "again": again,
         "warned": [str(entry.message) for entry in caught if entry.category is NeuronMoEWarning],

@@ -1,7 +1,8 @@
-"""LoRA on attention, dense layers and experts of models that transformers shards while loading, on two processes."""
+"""LoRA on attention, dense layers and experts of models that transformers shards while loading: 2 and 4 processes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -17,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.shared_runs import made_once, shared_folder
 from tests.tiny_models import tokens
-from tests.training.lora_driver import NAMES, TRAINER
+from tests.training.lora_driver import NAMES, NAMES_OF_FOUR, TRAINER
 
 pytestmark = pytest.mark.slow
+ALL = NAMES + NAMES_OF_FOUR
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,18 +32,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process wrote, of all cells."""
+    """What each process wrote, of all cells of two processes."""
     ranks: list[dict[str, Any]] = made_once(tmp_path_factory, "lora", launched)
     return ranks
 
 
-def launched(folder: Path) -> list[dict[str, Any]]:
-    """Run all cells in two processes."""
+@pytest.fixture
+def answers(name: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process found in one cell."""
+    processes = 4 if name in NAMES_OF_FOUR else 2
+    shared = "lora" if processes == 2 else "lora-of-four"
+    ranks = made_once(tmp_path_factory, shared, functools.partial(launched, processes=processes))
+    return [rank[name] for rank in ranks]
+
+
+def launched(folder: Path, processes: int = 2) -> list[dict[str, Any]]:
+    """Run all cells in so many processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.training.lora_driver", str(folder)]
-    logs = [(folder / f"log-{rank}").open("w+") for rank in range(2)]
+    logs = [(folder / f"log-{rank}").open("w+") for rank in range(processes)]
     ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            [*command, str(rank), str(processes)], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
         for rank, log in enumerate(logs)
     ]
     try:
@@ -56,29 +69,27 @@ def launched(folder: Path) -> list[dict[str, Any]]:
         for log in logs:
             log.seek(0)
     texts = [log.read()[-3000:] for log in logs]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(texts)
-    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    assert [rank.returncode for rank in ranks] == [0] * processes, "\n".join(texts)
+    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_adapters_train_as_on_one_process(name: str, found: list[dict[str, Any]]) -> None:
-    for answers in found:
-        cell = answers[name]
+@pytest.mark.parametrize("name", ALL)
+def test_adapters_train_as_on_one_process(name: str, answers: list[dict[str, Any]]) -> None:
+    for cell in answers:
         # The order of fp32 sums; a factor whose gradient is not summed, or averaged twice, is off by its own size.
         assert cell["loss"] <= 2e-6 and cell["worst"][1] <= 2e-6, cell["worst"]
-        assert cell["count"] == (14 if "llama" in name else 18 if "qwen2" in name else 12)
+        assert cell["count"] == (14 if "llama" in name else 18 if "qwen2" in name else 4 if "tp2-fsdp2" in name else 12)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_adapters_are_saved_whole_and_loaded_again(name: str, found: list[dict[str, Any]]) -> None:
-    for answers in found:
-        assert answers[name]["adapters"] == [] and answers[name]["loaded"] == []
+@pytest.mark.parametrize("name", ALL)
+def test_adapters_are_saved_whole_and_loaded_again(name: str, answers: list[dict[str, Any]]) -> None:
+    for cell in answers:
+        assert cell["adapters"] == [] and cell["loaded"] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_merged_weights_are_those_of_one_process(name: str, found: list[dict[str, Any]]) -> None:
-    for answers in found:
-        cell = answers[name]
+@pytest.mark.parametrize("name", ALL)
+def test_merged_weights_are_those_of_one_process(name: str, answers: list[dict[str, Any]]) -> None:
+    for cell in answers:
         assert cell["names"] and cell["merged"] == [] and cell["merged_file"] == []
         assert cell["logits"] <= 2e-6, "the order of fp32 sums"
 

@@ -208,3 +208,10 @@ def test_two_processes(repo_root: Path, tmp_path: Path) -> None:
     mark = json.loads((tmp_path / "run" / "checkpoint-4" / "neuron_moe_complete.json").read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(mark["files"])
     assert folders(tmp_path / "run") == {"checkpoint-2", "checkpoint-4"}
+    precision, stock = zip(*(rank["differing"] for rank in ranks))
+    assert precision[0] == precision[1] and precision[0][0] == "RankError"
+    assert (
+        "option precision must be the same on all ranks, got 'fp32' on rank 0 and 'bf16' on rank 1" in precision[0][1]
+    )
+    assert [kind for kind, _ in stock] == ["RankError", "UnsupportedModelError"]
+    assert "rank 1 must be free of errors" in stock[0][1] and not (tmp_path / "other" / "neuron_moe").exists()
