@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 from hf_neuron_moe.modules.block import put_parameter
-from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
 from hf_neuron_moe.training.other_ranks import Exchange, Routing, Traffic
 from hf_neuron_moe.training.saved_tensors import local_part
@@ -165,24 +164,35 @@ def _errors_of_the_engine(layout: Layout) -> Iterator[None]:
 class OneRank:
     """A rank's share of the memory: of `layout.rank`, or of the rank that holds the most.
 
-    `model` is unpatched now, and stays as it is; `prepared` may put adapters on a part of it.
+    `model` stays as it is; `prepared` may put adapters on a part of it. Within the context, `home` is what the rank
+    computes with, to be patched as it is after loading.
     """
 
-    def __init__(
-        self, model: Any, names: Sequence[str], prepared: Prepared, shape: Mapping[str, Any], layout: Layout
-    ) -> None:
+    def __init__(self, model: Any, prepared: Prepared, shape: Mapping[str, Any], layout: Layout) -> None:
         if reason := uneven(model, layout):
             raise refused_layout(layout, reason)
-        self._model, self._names, self._prepared, self._shape, self._layout = model, names, prepared, shape, layout
+        self.home, self._prepared, self._shape, self._layout = model, prepared, shape, layout
         self._held, self.exchanges = what_a_rank_holds(model, layout, prepared), layout.ep > 1
+        self._group = ExitStack()
+
+    def __enter__(self) -> OneRank:
+        if self._layout.pp == 1:  # a stage runs no pass
+            meshes = self._group.enter_context(as_rank(self._layout, self._layout.rank or 0))
+            self.home = without_fsdp(self.home, self._layout, meshes)
+            self._whole = self._prepared(self.home)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._group.close()
 
     @cached_property
     def exchange(self) -> Exchange:
         """What the stock model's collectives move; read first while the model is not patched."""
         traffic = Traffic(self._layout.tp, self._layout.ep)
         if self._layout.pp == 1:
-            layers = self._run(Routing(self._layout.tp, self._layout.ep), traffic)[1]
-            traffic.seen.all_to_all //= max(layers, 1)
+            routing = Routing(self._layout.tp, self._layout.ep)
+            self._run(routing, (), traffic)
+            traffic.seen.all_to_all //= max(len(routing.watched), 1)
         return traffic.seen
 
     @cached_property
@@ -207,20 +217,17 @@ class OneRank:
         """Bytes of weights and tokens on their way."""
         return self.estimate.gathered_bytes + self.estimate.exchanged_bytes
 
-    def saved(self, *, worst: bool = False) -> SavedActivations:
-        """Count what a forward saves, as the model is patched at present; `worst` is the routing to this rank alone."""
+    def saved(self, names: Sequence[str], *, worst: bool = False) -> SavedActivations:
+        """Count what a forward saves, as `home` is patched at present; `worst` is the routing to this rank alone."""
         if self._layout.pp > 1:
             return SavedActivations(0, 0, 0, 0, 0)
-        return self._run(Routing(self._layout.tp, self._layout.ep, worst=worst))[0]
+        return self._run(Routing(self._layout.tp, self._layout.ep, worst=worst), names)
 
-    def _run(self, routing: Routing, traffic: Traffic | None = None) -> tuple[SavedActivations, int]:
-        with as_rank(self._layout, self._layout.rank or 0) as meshes:
-            mine = without_fsdp(self._model, self._layout, meshes)
-            layers, blocks = routing.watch(mine), [mine.get_submodule(name) for name in self._names]
-            modes, then = ((routing,), None) if traffic is None else ((routing, traffic), traffic.backpropagate)
-            whole = self._prepared(mine)
-            counted = fake_saved_activations(whole, blocks, **self._shape, around=modes, then=then)
-            return counted, layers
+    def _run(self, routing: Routing, names: Sequence[str], traffic: Traffic | None = None) -> SavedActivations:
+        blocks = [self.home.get_submodule(name) for name in names]
+        modes, then = ((routing,), None) if traffic is None else ((routing, traffic), traffic.backpropagate)
+        with routing.watching(self.home):
+            return fake_saved_activations(self._whole, blocks, **self._shape, around=modes, then=then)
 
 
 def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared) -> Held:
@@ -296,10 +303,7 @@ def _gathered(mine: nn.Module, cut: Mapping[str, Tensor], full: Mapping[str, int
 
 
 def without_fsdp(model: PreTrainedModel, layout: Layout, meshes: Any) -> Any:
-    """Return a copy of the model, cut as a rank computes with it: FSDP has gathered its weights.
-
-    Dense blocks that are patched compute on this rank's part of I. Their sums over ranks save nothing.
-    """
+    """Return a copy of the model, cut as a rank computes with it: FSDP has gathered its weights."""
     mine = _untied(model)
     config = layout.engine_config()
     with _errors_of_the_engine(layout):
@@ -312,15 +316,7 @@ def without_fsdp(model: PreTrainedModel, layout: Layout, meshes: Any) -> Any:
             both = (meshes.get_mesh("ep"), meshes.get_mesh("tp"))
             _engine("expert_parallel").apply_expert_parallelism(mine, *both, experts, config.ep_implementation)
     mine.tie_weights(recompute_mapping=False)
-    for name, block in mine.named_modules():
-        if isinstance(block, NeuronSwiGLUMLP):
-            layers: dict[str, Any] = {f"{name}.{path}": block._layer(path) for path in block.neuron_roles.linears}
-            if all(cut.get(path) in _AXES for path in layers):
-                for layer in layers.values():
-                    layer.__dict__.pop("forward", None)
-                    for key, param in layer.named_parameters(recurse=False):
-                        layer._parameters[key] = nn.Parameter(local_part(param), requires_grad=param.requires_grad)
-                    layer.out_features, layer.in_features = layer.weight.shape
+    mine.config.distributed_config, mine._is_distributed_loading_by_transformers = config, True
     return mine
 
 
