@@ -11,7 +11,7 @@ from typing import Any
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.memory_estimate import STOCK, PolicyEstimate, TrainingEstimate, estimate_training
-from hf_neuron_moe.training.one_rank import Layout, OneRank, uneven
+from hf_neuron_moe.training.one_rank import Held, Layout, OneRank, uneven
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,35 @@ def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: in
     shape, frozen = {name: options[name] for name in ("batch", "length")}, bool(options.get("lora_rank"))
     times = 1 if frozen else 4 if options.get("optimizer", "adamw") == "adamw" else 2
 
-    @cache  # one run of the engine for each tp and ep: FSDP divides what those leave
-    def computing(tp: int, ep: int) -> tuple[tuple[int, int], float]:
+    def computing(tp: int, ep: int) -> OneRank:  # FSDP divides what tp and ep leave
         layout = Layout(tp=tp, ep=ep, fsdp=max(1, ep // tp))
-        with OneRank(model, lambda other: other, shape, layout) as rank:
-            return rank.full, rank.exchange.sent
+        return OneRank(model, lambda other: other, shape, layout, Held(0, 0, (), (0, 0)))
+
+    @cache
+    def weights(tp: int, ep: int) -> tuple[int, int]:
+        with computing(tp, ep) as rank:
+            return rank.full
+
+    @cache  # after layouts that do not fit are gone
+    def exchanged(tp: int, ep: int) -> float:
+        with computing(tp, ep) as rank:
+            return rank.exchange.sent
 
     layouts = list(_layouts(devices, experts=bool(model.ep_plan)))
     for layout in layouts:
         if reason := uneven(model, layout):
             refused[reason] += 1
             continue
-        (dense, experts), exchanged = computing(layout.tp, layout.ep)
+        dense, experts = weights(layout.tp, layout.ep)
         held = dense / layout.fsdp + experts / (layout.fsdp * layout.tp // layout.ep if layout.ep > 1 else layout.fsdp)
         if times * held > memory:
             refused["parameters, gradients and optimizer states alone do not fit"] += 1
             continue
         fetched = (2 if frozen else 3) * (dense + experts - held)
         reduced = 0 if frozen else 2 * held * (layout.dp_replicate - 1) / layout.dp_replicate
-        candidates.append(_Candidate(layout, layout.tp * (exchanged + fetched + reduced), times * held))
+        candidates.append(
+            _Candidate(layout, layout.tp * (exchanged(layout.tp, layout.ep) + fetched + reduced), times * held)
+        )
     least: dict[tuple[int, int], float] = {}  # of what the policies save under equal tp and ep
     for candidate in sorted(candidates, key=lambda each: (each.sent, each.fixed)):
         layout = candidate.layout

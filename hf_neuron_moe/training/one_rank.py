@@ -74,7 +74,6 @@ class Held:
     gradients: int
     trained: tuple[Tensor, ...]  # this rank's parts of the trained parameters, on the meta device
     numbers: tuple[int, int]  # of parameters, and of trained ones, of the model
-    computing: tuple[int, int] = (0, 0)  # weights that the rank computes with: those of experts last, the others first
     gathered: int = 0  # of two groups that follow each other: the one in use, and the one that FSDP fetches ahead
     sent: int = 0  # in a step, to gather weights in both passes and to reduce gradients
 
@@ -168,11 +167,12 @@ class OneRank:
     computes with, to be patched as it is after loading.
     """
 
-    def __init__(self, model: Any, prepared: Prepared, shape: Mapping[str, Any], layout: Layout) -> None:
-        if reason := uneven(model, layout):
-            raise refused_layout(layout, reason)
+    def __init__(
+        self, model: Any, prepared: Prepared, shape: Mapping[str, Any], layout: Layout, held: Held | None = None
+    ) -> None:
         self.home, self._prepared, self._shape, self._layout = model, prepared, shape, layout
-        self._held, self.exchanges = what_a_rank_holds(model, layout, prepared), layout.ep > 1
+        self._held = what_a_rank_holds(model, layout, prepared) if held is None else held
+        self.exchanges = layout.ep > 1
         self._group = ExitStack()
 
     def __enter__(self) -> OneRank:
@@ -209,8 +209,10 @@ class OneRank:
 
     @property
     def full(self) -> tuple[int, int]:
-        """Bytes of weights that the rank computes with: those of experts last, the others first."""
-        return self._held.computing
+        """Bytes of the stock weights that the rank computes with: those of experts last, the others first."""
+        weights = {name: local_part(param).nbytes for name, param in self.home.named_parameters()}
+        experts = sum(weights[name] for name in _experts_of(self.home) if name in weights)
+        return sum(weights.values()) - experts, experts
 
     @property
     def moved(self) -> int:
@@ -225,9 +227,8 @@ class OneRank:
 
     def _run(self, routing: Routing, names: Sequence[str], traffic: Traffic | None = None) -> SavedActivations:
         blocks = [self.home.get_submodule(name) for name in names]
-        modes, then = ((routing,), None) if traffic is None else ((routing, traffic), traffic.backpropagate)
         with routing.watching(self.home):
-            return fake_saved_activations(self._whole, blocks, **self._shape, around=modes, then=then)
+            return fake_saved_activations(self._whole, blocks, **self._shape, around=[routing], traffic=traffic)
 
 
 def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared) -> Held:
@@ -236,6 +237,8 @@ def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared
     `prepared` may put adapters on the distributed model. Of several pipeline stages the largest is taken; within a
     stage the first rank has the largest parts.
     """
+    if reason := uneven(model, layout):
+        raise refused_layout(layout, reason)
     stages = range(0, layout.devices, layout.devices // layout.pp) if layout.rank is None else [layout.rank]
     return max((_held(model, layout, rank, prepared) for rank in stages), key=lambda held: held.parameters)
 
@@ -243,9 +246,7 @@ def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared
 def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared) -> Held:
     with as_rank(layout, rank) as meshes:
         computing = without_fsdp(model, layout, meshes)
-        weights = list(computing.named_parameters(remove_duplicate=False))
-        full = {name: local_part(param).nbytes for name, param in weights}
-        all_of_them = sum({id(param): full[name] for name, param in weights}.values())
+        full = {name: local_part(param).nbytes for name, param in computing.named_parameters(remove_duplicate=False)}
         mine = _untied(model)
         with _errors_of_the_engine(layout):
             type(mine).maybe_distribute_model(mine, layout.engine_config(), meshes)
@@ -263,9 +264,7 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         parts = tuple(local_part(each) for each in trained.values())
         gathered, sent = _gathered(mine, cut, full)
         sent += 2 * gradients * (layout.dp_replicate - 1) // layout.dp_replicate
-        experts = sum(full[name] for name in _experts_of(model) if name in full)
-        sizes = (all_of_them - experts, experts)
-        return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), sizes, gathered, sent)
+        return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), gathered, sent)
 
 
 def _trained_shapes(model: nn.Module) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_neuron_moe.training.repeated_layers import Alike
 from hf_neuron_moe.training.saved_tensors import local_part
 
 _COLLECTIVES = {
@@ -112,9 +113,20 @@ class Traffic(TorchDispatchMode):
                 self.seen.all_to_all += sum(sizes)
         return output
 
-    def backpropagate(self, output: Any, state: Mapping[str, Tensor]) -> None:
-        """Run the backward and note the gradients."""
+    def moved(self) -> list[float]:
+        """Return what was moved until now: by all collectives, and by all-to-alls of the forward."""
+        return [self.seen.sent, self.seen.all_to_all]
+
+    def backpropagate(self, output: Any, state: Mapping[str, Tensor], repeated: Iterable[Alike]) -> None:
+        """Run the backward and note the gradients, of layers that were not run too."""
         self.backward = True
         output.loss.backward()
         leaves = {id(each): each.grad for each in state.values()}
+        for alike in repeated:
+            sent, exchanged, *backward = alike.sent
+            self.seen.sent += len(alike.repeats) * (sent + sum(backward))
+            self.seen.all_to_all += len(alike.repeats) * int(exchanged)
+            own = {key: each.grad for key, each in state.items() if key.startswith(f"{alike.name}.")}
+            for name in alike.repeats:
+                leaves |= {id(state[name + key.removeprefix(alike.name)]): grad for key, grad in own.items()}
         self.seen.gradients = sum(local_part(grad).nbytes for grad in leaves.values() if grad is not None)
