@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from heapq import heappop, heappush
 from typing import Any
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.memory_estimate import STOCK, PolicyEstimate, TrainingEstimate, estimate_training
-from hf_neuron_moe.training.one_rank import Held, Layout, OneRank, uneven
+from hf_neuron_moe.training.one_rank import Held, Layout, LayoutError, OneRank, uneven
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,6 @@ class Fit:
     layouts: int  # how many transformers' sizes allow for the devices; those that send more were not looked at
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    layout: Layout
-    sent: float  # bytes in a step of all ranks that share a batch, roughly
-    fixed: float  # parameters, gradients and states: not more than the engine's
-
-
 @public("fit_layout")
 def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: int, devices: int, **options: Any) -> Fit:
     """Return the layout that sends the fewest bytes per token, of those that leave each rank within `memory` bytes.
@@ -40,7 +34,6 @@ def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: in
     nothing fits. `options` are those of :func:`estimate_training`.
     """
     refused: Counter[str] = Counter()
-    candidates: list[_Candidate] = []
     shape, frozen = {name: options[name] for name in ("batch", "length")}, bool(options.get("lora_rank"))
     times = 1 if frozen else 4 if options.get("optimizer", "adamw") == "adamw" else 2
 
@@ -59,7 +52,10 @@ def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: in
             return rank.exchange.sent
 
     layouts = list(_layouts(devices, experts=bool(model.ep_plan)))
-    for layout in layouts:
+    candidates: list[
+        tuple[float, float, int, bool]
+    ] = []  # bytes sent at least, held, place in layouts, all are counted
+    for place, layout in enumerate(layouts):
         if reason := uneven(model, layout):
             refused[reason] += 1
             continue
@@ -70,14 +66,21 @@ def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: in
             continue
         fetched = (2 if frozen else 3) * (dense + experts - held)
         reduced = 0 if frozen else 2 * held * (layout.dp_replicate - 1) / layout.dp_replicate
-        candidates.append(
-            _Candidate(layout, layout.tp * (exchanged(layout.tp, layout.ep) + fetched + reduced), times * held)
-        )
+        heappush(candidates, (layout.tp * (fetched + reduced), times * held, place, False))
     least: dict[tuple[int, int], float] = {}  # of what the policies save under equal tp and ep
-    for candidate in sorted(candidates, key=lambda each: (each.sent, each.fixed)):
-        layout = candidate.layout
-        if candidate.fixed + least.get((layout.tp, layout.ep), 0) <= memory:
-            result = estimate_training(model, configs, layout=layout, **options)
+    while candidates:
+        sent, fixed, place, counted = heappop(candidates)
+        layout = layouts[place]
+        if not counted:  # the engine runs for layouts only that may come next
+            sent += layout.tp * exchanged(layout.tp, layout.ep)
+            heappush(candidates, (sent, fixed, place, True))
+            continue
+        if fixed + least.get((layout.tp, layout.ep), 0) <= memory:
+            try:
+                result = estimate_training(model, configs, layout=layout, **options)
+            except LayoutError as error:
+                refused[error.reason] += 1
+                continue
             policies = [each for each in result.policies if each.name != STOCK or len(result.policies) == 1]
             fitting = next((policy for policy in policies if policy.total <= memory), None)
             if fitting is not None:

@@ -89,10 +89,18 @@ class RankEstimate:
     sent_bytes: int  # what the rank sends in a step of the stock model
 
 
-def refused_layout(layout: Layout, reason: str) -> ConfigError:
+class LayoutError(ConfigError):
+    """A layout that cannot be had, for a `reason`."""
+
+    reason: str
+
+
+def refused_layout(layout: Layout, reason: str) -> LayoutError:
     """Return the error for a layout that transformers does not accept."""
     fix = "Change the sizes; `hf-neuron-moe estimate MODEL --fit 24GiB --devices N` finds some that work."
-    return ConfigError.about("layout", "one that transformers can run", f"{layout} ({reason.rstrip('.')})", fix)
+    error = LayoutError.about("layout", "one that transformers can run", f"{layout} ({reason.rstrip('.')})", fix)
+    error.reason = reason
+    return error
 
 
 def _engine(module: str) -> Any:

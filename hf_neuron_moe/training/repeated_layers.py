@@ -144,7 +144,9 @@ def _kind(module: nn.Module, seen: set[int]) -> Hashable:
             values.append((name, _kind(value, seen)))
         elif name not in _NAMES:
             code = getattr(value, "__code__", None)  # of a function whose closure is the layer's own
-            known = id(value) if isinstance(value, PretrainedConfig) else repr(value)  # which layers share
+            known: Any = id(value)  # of a configuration, which layers share
+            if not isinstance(value, PretrainedConfig):
+                known = re.sub(r"\.\d+\.", "..", repr(value))  # without a layer's number in names
             values.append((name, known if code is None else code))
     children = [(name, child and _kind(child, seen)) for name, child in module._modules.items()]
     return type(module), tuple(tensors), tuple(values), tuple(children)

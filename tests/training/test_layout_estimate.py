@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.training.fit import fit_layout
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
 from hf_neuron_moe.training.one_rank import Layout
+from hf_neuron_moe.training.repeated_layers import RepeatedLayers
 from tests.shared_runs import made_once, shared_folder
 from tests.tiny_models import tiny_config, tiny_model
 from tests.training.layout_driver import BATCH, LENGTH, PATCHES
@@ -198,6 +201,57 @@ def test_the_layout_that_fits_is_the_one_that_sends_least() -> None:
         fit_layout(model, configs, memory=50_000, devices=2, **options)
     with pytest.raises(ConfigError, match="no activation policy saves little enough"):
         fit_layout(model, configs, memory=min(least.values()) - 1, devices=2, **options)
+
+
+@pytest.mark.slow
+def test_a_search_counts_layouts_that_adapters_cannot_have() -> None:
+    pytest.importorskip("peft")
+    with torch.device("meta"):
+        config = tiny_config("llama", num_hidden_layers=1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    memory = sum(param.nbytes for param in model.parameters()) // 3  # a quarter may fit, but for activations
+    options: dict[str, Any] = {"batch": 1, "length": 64, "lora_rank": 4, "memory": memory, "devices": 4}
+    with pytest.raises(ConfigError, match=r"peft gives adapters the shape of FSDP's parts of a weight \(1\)"):
+        fit_layout(model, {"minimal": NeuronMoEConfig()}, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "options"),
+    [
+        ("llama", {}, None, {"gradient_checkpointing": True}),
+        ("gemma3", {}, None, {}),
+        ("mixtral", {}, Layout(ep=2, fsdp=2), {}),
+        ("mixtral", {}, Layout(tp=2), {"gradient_checkpointing": True}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 4]}, Layout(ep=2, tp=2), {}),
+        ("gpt_oss", {}, Layout(ep=2, fsdp=2), {}),
+    ],
+)
+def test_two_layers_of_a_kind_speak_for_all(
+    family: str, changes: dict[str, Any], layout: Layout | None, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kinds differ by class, by attention (gpt_oss, gemma3) and by the policy of a block."""
+    policy = {"keep": "full", "modules": {"*layers.3*": "recompute"}}
+    configs = {"minimal": NeuronMoEConfig(), "mixed": NeuronMoEConfig(precision="mxfp8", activations=policy)}
+    with torch.device("meta"):
+        config = tiny_config(family, num_hidden_layers=6, **changes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    calls: list[Any] = []
+    first = model.model.layers[0]
+    monkeypatch.setattr(type(first), "forward", counted(type(first).forward, calls))
+    few = estimate_training(model, configs, batch=2, length=48, layout=layout, **options)
+    run = len(calls)
+    monkeypatch.setattr(RepeatedLayers, "standing_in", lambda self: nullcontext())
+    assert estimate_training(model, configs, batch=2, length=48, layout=layout, **options) == few
+    assert run < len(calls) - run
+
+
+def counted(forward: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return forward(*args, **kwargs)
+
+    return called
 
 
 def test_adapters_are_whole_under_fsdp_and_refused_where_peft_mistakes_their_shape() -> None:
