@@ -221,7 +221,7 @@ def test_a_search_counts_layouts_that_adapters_cannot_have() -> None:
     [
         ("llama", {}, None, {"gradient_checkpointing": True}),
         ("gemma3", {}, None, {}),
-        ("mixtral", {}, Layout(ep=2, fsdp=2), {}),
+        ("mixtral", {}, Layout(ep=2, fsdp=2), {"lora_rank": 4}),
         ("mixtral", {}, Layout(tp=2), {"gradient_checkpointing": True}),
         ("qwen3_moe", {"mlp_only_layers": [0, 4]}, Layout(ep=2, tp=2), {}),
         ("gpt_oss", {}, Layout(ep=2, fsdp=2), {}),
@@ -231,6 +231,8 @@ def test_two_layers_of_a_kind_speak_for_all(
     family: str, changes: dict[str, Any], layout: Layout | None, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kinds differ by class, by attention (gpt_oss, gemma3) and by the policy of a block."""
+    if "lora_rank" in options:
+        pytest.importorskip("peft")
     policy = {"keep": "full", "modules": {"*layers.3*": "recompute"}}
     configs = {"minimal": NeuronMoEConfig(), "mixed": NeuronMoEConfig(precision="mxfp8", activations=policy)}
     with torch.device("meta"):
