@@ -148,5 +148,5 @@ def _kind(module: nn.Module, seen: set[int]) -> Hashable:
             if not isinstance(value, PretrainedConfig):
                 known = re.sub(r"\.\d+\.", "..", repr(value))  # without a layer's number in names
             values.append((name, known if code is None else code))
-    children = [(name, child and _kind(child, seen)) for name, child in module._modules.items()]
+    children = [(name, None if child is None else _kind(child, seen)) for name, child in module._modules.items()]
     return type(module), tuple(tensors), tuple(values), tuple(children)
