@@ -237,7 +237,8 @@ def test_two_layers_of_a_kind_speak_for_all(
     configs = {"minimal": NeuronMoEConfig(), "mixed": NeuronMoEConfig(precision="mxfp8", activations=policy)}
     with torch.device("meta"):
         config = tiny_config(family, num_hidden_layers=6, **changes)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        dtype = torch.bfloat16 if layout else torch.float32  # in which norms save the layers' inputs
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     calls: list[Any] = []
     first = model.model.layers[0]
     monkeypatch.setattr(type(first), "forward", counted(type(first).forward, calls))
