@@ -54,6 +54,26 @@ class _Exchange(torch.autograd.Function):
         return exchanged(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place_R: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(place_R)  # index_add would keep the rows too
+        ctx.dtype = rows.dtype
+        total = torch.zeros(count, *rows.shape[1:], dtype=torch.float32, device=rows.device)
+        return total.index_add_(0, place_R, rows.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return grads[0][place_R].to(ctx.dtype), None, None
+
+
+def sum_rows(rows: Tensor, place_R: Tensor, count: int) -> Tensor:
+    """Return fp32 ``[count, ...]``: in each place the sum of the rows that have it in `place_R`, in their order."""
+    result: Tensor = _SumRows.apply(rows, place_R, count)
+    return result
+
+
 def sum_gradients(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return `tensor`, equal on all processes of `group`; its gradient is the sum of theirs."""
     result: Tensor = _SumGradients.apply(tensor, group)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.modules.collectives import exchange, exchanged
+from hf_neuron_moe.modules.collectives import exchange, exchanged, sum_rows
 
 NAME = "neuron_moe"
 """Of the implementation in ``DistributedConfig(ep_implementation=...)``, once it is registered."""
@@ -92,8 +92,7 @@ def dispatched(engine: Any, x_TH: Tensor, ids_TK: Tensor, weight_TK: Tensor) -> 
         exchange(weight_RK, sent, received, group),
     )
     back_RH = exchange(y_RH, received, sent, group)
-    sum_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device).index_add(0, token_R, back_RH.float())
-    y_TH = sum_TH.to(x_TH.dtype)
+    y_TH = sum_rows(back_RH, token_R, len(x_TH)).to(x_TH.dtype)
     return y_TH if engine.tp_mesh.size() == 1 else _all_rows(y_TH, tokens, engine.tp_mesh)
 
 

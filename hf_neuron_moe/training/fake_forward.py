@@ -29,6 +29,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError
+from hf_neuron_moe.training.other_ranks import Traffic
+from hf_neuron_moe.training.repeated_layers import RepeatedLayers
 from hf_neuron_moe.training.saved_tensors import Storages, local_part, noting_saved, storages_of
 
 _WHERE = "estimate_training"
@@ -69,16 +71,17 @@ def fake_saved_activations(
     batch: int,
     length: int,
     around: Iterable[AbstractContextManager[Any]] = (),
-    then: Callable[[Any, Mapping[str, Tensor]], None] | None = None,
+    traffic: Traffic | None = None,
 ) -> SavedActivations:
     """Run one training forward pass of a causal language model by shapes alone, and count what it saves.
 
     The counts are those that autograd on a CPU would give; attention is transformers' sdpa where the model supports it.
     `model` (or an adapter's wrapper) is on the meta device and is not changed; its modules `blocks` are counted apart.
-    There are `batch` sequences of `length` tokens. The pass runs in the contexts `around`; `then` gets the output, and
-    the tensors that stood for parameters and buffers.
+    There are `batch` sequences of `length` tokens. The pass runs in the contexts `around`. `traffic` counts what this
+    and a backward move. Of layers that are alike, two are run.
     """
     ledger = _Ledger(model, blocks)
+    repeated = RepeatedLayers(model, ledger, lambda: [] if traffic is None else traffic.moved())
     was_training = model.training
     with FakeTensorMode(), _shapes_only_attention(model):
         state = _fake_state(model)
@@ -89,12 +92,12 @@ def fake_saved_activations(
         try:
             owned = [*state.values(), ids_BL, labels_BL]
             with ExitStack() as stack:
-                for context in around:
+                for context in (*around, *([] if traffic is None else [traffic])):
                     stack.enter_context(context)
-                with ledger.watching(owned), _GroupedProductsOfAnyDtype():
+                with ledger.watching(owned), repeated.standing_in(), _GroupedProductsOfAnyDtype():
                     output = torch.func.functional_call(model, state, (), inputs)
-                if then is not None:
-                    then(output, state)
+                if traffic is not None:
+                    traffic.backpropagate(output, state, repeated.alike.values())
         except NeuronMoEError:
             raise
         except _DATA_DEPENDENT as error:
@@ -124,8 +127,8 @@ class _Ledger:
         self._blocks = list(blocks)
         self._block_depth = 0
         self._layer_depth = 0
-        self._owned: Storages = {}
-        self._saved: Storages = {}
+        self.owned: Storages = {}
+        self.saved: Storages = {}
         self._in_blocks: set[StorageWeakRef] = set()
         self._calls: list[_LayerCall] = []
         self._outside: Storages = {}  # since the last call of a layer
@@ -133,7 +136,7 @@ class _Ledger:
     @contextmanager
     def watching(self, owned: Iterable[Tensor]) -> Iterator[None]:
         """Count inside the block; storages of `owned` tensors (parameters, buffers, labels) are left out."""
-        self._owned = storages_of(owned)
+        self.owned = storages_of(owned)
         layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
         hooked: list[tuple[nn.Module, Callable[..., None], Callable[..., None]]] = [
             *((block, self._enter_block, self._leave_block) for block in self._blocks),
@@ -143,12 +146,12 @@ class _Ledger:
             for module, enter, leave in hooked:
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(noting_saved(self._owned, self._note))
+            stack.enter_context(noting_saved(self.owned, self._note))
             yield
 
     def result(self) -> SavedActivations:
         """Return the sums over everything seen."""
-        blocks = sum(size for ref, size in self._saved.items() if ref in self._in_blocks)
+        blocks = sum(size for ref, size in self.saved.items() if ref in self._in_blocks)
         kept: Storages = {}
         moments: list[tuple[int, int]] = []  # all bytes, those of blocks
         for call in self._calls:
@@ -158,16 +161,25 @@ class _Ledger:
             moments.append((sum(kept.values()) + sum(own.values()), own_blocks))
         between = sum((kept | self._outside).values())
         highest, highest_blocks = max([(between, 0), *moments], key=lambda moment: moment[0])
-        return SavedActivations(blocks, sum(self._saved.values()), between, highest, highest_blocks)
+        return SavedActivations(blocks, sum(self.saved.values()), between, highest, highest_blocks)
 
     def _note(self, saved: Storages) -> None:
-        self._saved |= saved
+        self.saved |= saved
         if self._layer_depth:
             self._calls[-1].own |= saved
         else:
             self._outside |= saved
         if self._block_depth:
             self._in_blocks |= saved.keys()
+
+    def of_this_call(self) -> Storages:
+        """Return what the present call of a layer has saved."""
+        return dict(self._calls[-1].own)
+
+    def note_as(self, other: Mapping[Any, Any], saved: Storages) -> None:
+        """Note what a layer saved once more, in `other` storages."""
+        self._note({other[ref]: size for ref, size in saved.items() if other[ref] not in self.owned})
+        self._in_blocks |= {other[ref] for ref in saved if ref in self._in_blocks}
 
     def _enter_block(self, *_: Any) -> None:
         self._block_depth += 1
@@ -179,7 +191,7 @@ class _Ledger:
         self._layer_depth += 1
         if self._layer_depth == 1:
             arguments = storages_of(_tensors((*args, *kwargs.values()))).items()
-            given = {storage: size for storage, size in arguments if storage not in self._owned}
+            given = {storage: size for storage, size in arguments if storage not in self.owned}
             self._calls.append(_LayerCall(self._outside | given))
             self._outside = {}
 

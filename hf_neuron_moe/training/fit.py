@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from heapq import heappop, heappush
 from typing import Any
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.memory_estimate import STOCK, PolicyEstimate, TrainingEstimate, estimate_training
-from hf_neuron_moe.training.one_rank import Layout, OneRank, uneven
+from hf_neuron_moe.training.one_rank import Held, Layout, LayoutError, OneRank, uneven
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,6 @@ class Fit:
     layouts: int  # how many transformers' sizes allow for the devices; those that send more were not looked at
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    layout: Layout
-    sent: float  # bytes in a step of all ranks that share a batch, roughly
-    fixed: float  # parameters, gradients and states: not more than the engine's
-
-
 @public("fit_layout")
 def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: int, devices: int, **options: Any) -> Fit:
     """Return the layout that sends the fewest bytes per token, of those that leave each rank within `memory` bytes.
@@ -40,33 +34,53 @@ def fit_layout(model: Any, configs: Mapping[str, NeuronMoEConfig], *, memory: in
     nothing fits. `options` are those of :func:`estimate_training`.
     """
     refused: Counter[str] = Counter()
-    candidates: list[_Candidate] = []
     shape, frozen = {name: options[name] for name in ("batch", "length")}, bool(options.get("lora_rank"))
     times = 1 if frozen else 4 if options.get("optimizer", "adamw") == "adamw" else 2
 
-    @cache  # one run of the engine for each tp and ep: FSDP divides what those leave
-    def computing(tp: int, ep: int) -> OneRank:
-        return OneRank(model, [], lambda other: other, shape, Layout(tp=tp, ep=ep, fsdp=max(1, ep // tp)))
+    def computing(tp: int, ep: int) -> OneRank:  # FSDP divides what tp and ep leave
+        layout = Layout(tp=tp, ep=ep, fsdp=max(1, ep // tp))
+        return OneRank(model, lambda other: other, shape, layout, Held(0, 0, (), (0, 0)))
+
+    @cache
+    def weights(tp: int, ep: int) -> tuple[int, int]:
+        with computing(tp, ep) as rank:
+            return rank.full
+
+    @cache  # after layouts that do not fit are gone
+    def exchanged(tp: int, ep: int) -> float:
+        with computing(tp, ep) as rank:
+            return rank.exchange.sent
 
     layouts = list(_layouts(devices, experts=bool(model.ep_plan)))
-    for layout in layouts:
+    candidates: list[
+        tuple[float, float, int, bool]
+    ] = []  # bytes sent at least, held, place in layouts, all are counted
+    for place, layout in enumerate(layouts):
         if reason := uneven(model, layout):
             refused[reason] += 1
             continue
-        rank = computing(layout.tp, layout.ep)
-        dense, experts = rank.full
+        dense, experts = weights(layout.tp, layout.ep)
         held = dense / layout.fsdp + experts / (layout.fsdp * layout.tp // layout.ep if layout.ep > 1 else layout.fsdp)
         if times * held > memory:
             refused["parameters, gradients and optimizer states alone do not fit"] += 1
             continue
         fetched = (2 if frozen else 3) * (dense + experts - held)
         reduced = 0 if frozen else 2 * held * (layout.dp_replicate - 1) / layout.dp_replicate
-        candidates.append(_Candidate(layout, layout.tp * (rank.exchange.sent + fetched + reduced), times * held))
+        heappush(candidates, (layout.tp * (fetched + reduced), times * held, place, False))
     least: dict[tuple[int, int], float] = {}  # of what the policies save under equal tp and ep
-    for candidate in sorted(candidates, key=lambda each: (each.sent, each.fixed)):
-        layout = candidate.layout
-        if candidate.fixed + least.get((layout.tp, layout.ep), 0) <= memory:
-            result = estimate_training(model, configs, layout=layout, **options)
+    while candidates:
+        sent, fixed, place, counted = heappop(candidates)
+        layout = layouts[place]
+        if not counted:  # the engine runs for layouts only that may come next
+            sent += layout.tp * exchanged(layout.tp, layout.ep)
+            heappush(candidates, (sent, fixed, place, True))
+            continue
+        if fixed + least.get((layout.tp, layout.ep), 0) <= memory:
+            try:
+                result = estimate_training(model, configs, layout=layout, **options)
+            except LayoutError as error:
+                refused[error.reason] += 1
+                continue
             policies = [each for each in result.policies if each.name != STOCK or len(result.policies) == 1]
             fitting = next((policy for policy in policies if policy.total <= memory), None)
             if fitting is not None:

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, NeuronMoEConfig
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, public
+from hf_neuron_moe.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    NeuronMoEError,
+    NothingToPatchError,
+    nearest,
+    public,
+)
 from hf_neuron_moe.patching import patch_model, unpatch_model
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
 from hf_neuron_moe.training.one_rank import Held, Layout, OneRank, Prepared, RankEstimate, numbers_of
@@ -122,19 +129,12 @@ def estimate_training(
     shape: dict[str, Any] = {"batch": batch, "length": length}
     share: OneRank | OneDevice
     if layout is None:
-        share = OneDevice(model, names, prepared, shape)
+        share = OneDevice(model, prepared, shape)
     else:
-        share = OneRank(model, names, prepared, shape, layout)
-    fixed = {
-        "parameter_bytes": share.held.parameters,
-        "gradient_bytes": share.held.gradients,
-        "optimizer_bytes": optimizer_bytes(share.held.trained, optimizer),
-    }
-
-    rest = sum(fixed.values()) + share.moved  # of the stock model, so before it is patched
+        share = OneRank(model, prepared, shape, layout)
 
     def entry(name: str) -> PolicyEstimate:
-        counts = [share.saved(worst=worst) for worst in ((False, True) if share.exchanges else (False,))]
+        counts = [share.saved(names, worst=worst) for worst in ((False, True) if share.exchanges else (False,))]
         totals = [counted.checkpointed if gradient_checkpointing else counted.total for counted in counts]
         blocks = counts[0].checkpointed_blocks if gradient_checkpointing else counts[0].blocks
         per_token = counts[0].blocks / (batch * length)
@@ -142,31 +142,38 @@ def estimate_training(
         return PolicyEstimate(name, blocks, totals[0] - blocks, per_token, rest + totals[0], worst)
 
     policies = []
-    for name in [name for name in configs if names and name not in refused]:
-        try:
-            patch_model(model, configs[name], strict=False)
-        except ConfigError as error:
-            refused[name] = error
-            continue
-        try:
-            policies.append(entry(name))
-        finally:
-            unpatch_model(model)
-    policies.append(entry(STOCK))
-    return TrainingEstimate(
-        parameters=share.held.numbers[0],
-        trainable=share.held.numbers[1],
-        **fixed,
-        batch=batch,
-        length=length,
-        optimizer=optimizer,
-        gradient_checkpointing=gradient_checkpointing,
-        lora_rank=lora_rank,
-        patched=len(names),
-        policies=tuple(policies),
-        refused={name: str(error) for name, error in refused.items()},
-        rank=share.estimate,
-    )
+    with share:
+        fixed = {
+            "parameter_bytes": share.held.parameters,
+            "gradient_bytes": share.held.gradients,
+            "optimizer_bytes": optimizer_bytes(share.held.trained, optimizer),
+        }
+        rest = sum(fixed.values()) + share.moved  # of the stock model, so before it is patched
+        for name in [name for name in configs if names and name not in refused]:
+            try:
+                patch_model(share.home, configs[name], strict=False)
+            except (ConfigError, NothingToPatchError) as error:
+                refused[name] = error
+                continue
+            try:
+                policies.append(entry(name))
+            finally:
+                unpatch_model(share.home)
+        policies.append(entry(STOCK))
+        return TrainingEstimate(
+            parameters=share.held.numbers[0],
+            trainable=share.held.numbers[1],
+            **fixed,
+            batch=batch,
+            length=length,
+            optimizer=optimizer,
+            gradient_checkpointing=gradient_checkpointing,
+            lora_rank=lora_rank,
+            patched=len(names),
+            policies=tuple(policies),
+            refused={name: str(error) for name, error in refused.items()},
+            rank=share.estimate,
+        )
 
 
 class OneDevice:
@@ -176,16 +183,21 @@ class OneDevice:
     moved = 0
     estimate = None
 
-    def __init__(self, model: Any, names: Sequence[str], prepared: Prepared, shape: Mapping[str, Any]) -> None:
-        self._inner, self._names, self._shape = model, names, shape
+    def __init__(self, model: Any, prepared: Prepared, shape: Mapping[str, Any]) -> None:
+        self.home, self._shape = model, shape
         self._model = prepared(model)  # a wrapper puts something in front of the names, and leaves `model` as it is
         trained = tuple(param for param in self._model.parameters() if param.requires_grad)
         held = nbytes([*self._model.parameters(), *self._model.buffers()])
         self.held = Held(held, nbytes(trained), trained, numbers_of(self._model))
 
-    def saved(self, *, worst: bool = False) -> SavedActivations:
+    def __enter__(self) -> OneDevice:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def saved(self, names: Sequence[str], *, worst: bool = False) -> SavedActivations:
         """Count what a forward saves, as the model is patched at present."""
-        blocks = [self._inner.get_submodule(name) for name in self._names]
+        blocks = [self.home.get_submodule(name) for name in names]
         return fake_saved_activations(self._model, blocks, **self._shape)
 
 
@@ -220,9 +232,9 @@ def _adafactor_elements(shape: Iterable[int]) -> int:
 
 def _patched_names(
     model: nn.Module, configs: Mapping[str, NeuronMoEConfig]
-) -> tuple[list[str], dict[str, ConfigError]]:
+) -> tuple[list[str], dict[str, NeuronMoEError]]:
     """Names of the blocks that are patched, and the configurations that were refused before one was taken."""
-    refused: dict[str, ConfigError] = {}
+    refused: dict[str, NeuronMoEError] = {}
     for name, config in configs.items():
         try:
             report = patch_model(model, config, strict=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 from hf_neuron_moe.modules.block import put_parameter
-from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
 from hf_neuron_moe.training.other_ranks import Exchange, Routing, Traffic
 from hf_neuron_moe.training.saved_tensors import local_part
@@ -75,7 +74,6 @@ class Held:
     gradients: int
     trained: tuple[Tensor, ...]  # this rank's parts of the trained parameters, on the meta device
     numbers: tuple[int, int]  # of parameters, and of trained ones, of the model
-    computing: tuple[int, int] = (0, 0)  # weights that the rank computes with: those of experts last, the others first
     gathered: int = 0  # of two groups that follow each other: the one in use, and the one that FSDP fetches ahead
     sent: int = 0  # in a step, to gather weights in both passes and to reduce gradients
 
@@ -91,10 +89,18 @@ class RankEstimate:
     sent_bytes: int  # what the rank sends in a step of the stock model
 
 
-def refused_layout(layout: Layout, reason: str) -> ConfigError:
+class LayoutError(ConfigError):
+    """A layout that cannot be had, for a `reason`."""
+
+    reason: str
+
+
+def refused_layout(layout: Layout, reason: str) -> LayoutError:
     """Return the error for a layout that transformers does not accept."""
     fix = "Change the sizes; `hf-neuron-moe estimate MODEL --fit 24GiB --devices N` finds some that work."
-    return ConfigError.about("layout", "one that transformers can run", f"{layout} ({reason.rstrip('.')})", fix)
+    error = LayoutError.about("layout", "one that transformers can run", f"{layout} ({reason.rstrip('.')})", fix)
+    error.reason = reason
+    return error
 
 
 def _engine(module: str) -> Any:
@@ -165,24 +171,36 @@ def _errors_of_the_engine(layout: Layout) -> Iterator[None]:
 class OneRank:
     """A rank's share of the memory: of `layout.rank`, or of the rank that holds the most.
 
-    `model` is unpatched now, and stays as it is; `prepared` may put adapters on a part of it.
+    `model` stays as it is; `prepared` may put adapters on a part of it. Within the context, `home` is what the rank
+    computes with, to be patched as it is after loading.
     """
 
     def __init__(
-        self, model: Any, names: Sequence[str], prepared: Prepared, shape: Mapping[str, Any], layout: Layout
+        self, model: Any, prepared: Prepared, shape: Mapping[str, Any], layout: Layout, held: Held | None = None
     ) -> None:
-        if reason := uneven(model, layout):
-            raise refused_layout(layout, reason)
-        self._model, self._names, self._prepared, self._shape, self._layout = model, names, prepared, shape, layout
-        self._held, self.exchanges = what_a_rank_holds(model, layout, prepared), layout.ep > 1
+        self.home, self._prepared, self._shape, self._layout = model, prepared, shape, layout
+        self._held = what_a_rank_holds(model, layout, prepared) if held is None else held
+        self.exchanges = layout.ep > 1
+        self._group = ExitStack()
+
+    def __enter__(self) -> OneRank:
+        if self._layout.pp == 1:  # a stage runs no pass
+            meshes = self._group.enter_context(as_rank(self._layout, self._layout.rank or 0))
+            self.home = without_fsdp(self.home, self._layout, meshes)
+            self._whole = self._prepared(self.home)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._group.close()
 
     @cached_property
     def exchange(self) -> Exchange:
         """What the stock model's collectives move; read first while the model is not patched."""
         traffic = Traffic(self._layout.tp, self._layout.ep)
         if self._layout.pp == 1:
-            layers = self._run(Routing(self._layout.tp, self._layout.ep), traffic)[1]
-            traffic.seen.all_to_all //= max(layers, 1)
+            routing = Routing(self._layout.tp, self._layout.ep)
+            self._run(routing, (), traffic)
+            traffic.seen.all_to_all //= max(len(routing.watched), 1)
         return traffic.seen
 
     @cached_property
@@ -199,28 +217,26 @@ class OneRank:
 
     @property
     def full(self) -> tuple[int, int]:
-        """Bytes of weights that the rank computes with: those of experts last, the others first."""
-        return self._held.computing
+        """Bytes of the stock weights that the rank computes with: those of experts last, the others first."""
+        weights = {name: local_part(param).nbytes for name, param in self.home.named_parameters()}
+        experts = sum(weights[name] for name in _experts_of(self.home) if name in weights)
+        return sum(weights.values()) - experts, experts
 
     @property
     def moved(self) -> int:
         """Bytes of weights and tokens on their way."""
         return self.estimate.gathered_bytes + self.estimate.exchanged_bytes
 
-    def saved(self, *, worst: bool = False) -> SavedActivations:
-        """Count what a forward saves, as the model is patched at present; `worst` is the routing to this rank alone."""
+    def saved(self, names: Sequence[str], *, worst: bool = False) -> SavedActivations:
+        """Count what a forward saves, as `home` is patched at present; `worst` is the routing to this rank alone."""
         if self._layout.pp > 1:
             return SavedActivations(0, 0, 0, 0, 0)
-        return self._run(Routing(self._layout.tp, self._layout.ep, worst=worst))[0]
+        return self._run(Routing(self._layout.tp, self._layout.ep, worst=worst), names)
 
-    def _run(self, routing: Routing, traffic: Traffic | None = None) -> tuple[SavedActivations, int]:
-        with as_rank(self._layout, self._layout.rank or 0) as meshes:
-            mine = without_fsdp(self._model, self._layout, meshes)
-            layers, blocks = routing.watch(mine), [mine.get_submodule(name) for name in self._names]
-            modes, then = ((routing,), None) if traffic is None else ((routing, traffic), traffic.backpropagate)
-            whole = self._prepared(mine)
-            counted = fake_saved_activations(whole, blocks, **self._shape, around=modes, then=then)
-            return counted, layers
+    def _run(self, routing: Routing, names: Sequence[str], traffic: Traffic | None = None) -> SavedActivations:
+        blocks = [self.home.get_submodule(name) for name in names]
+        with routing.watching(self.home):
+            return fake_saved_activations(self._whole, blocks, **self._shape, around=[routing], traffic=traffic)
 
 
 def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared) -> Held:
@@ -229,6 +245,8 @@ def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared
     `prepared` may put adapters on the distributed model. Of several pipeline stages the largest is taken; within a
     stage the first rank has the largest parts.
     """
+    if reason := uneven(model, layout):
+        raise refused_layout(layout, reason)
     stages = range(0, layout.devices, layout.devices // layout.pp) if layout.rank is None else [layout.rank]
     return max((_held(model, layout, rank, prepared) for rank in stages), key=lambda held: held.parameters)
 
@@ -236,9 +254,7 @@ def what_a_rank_holds(model: PreTrainedModel, layout: Layout, prepared: Prepared
 def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared) -> Held:
     with as_rank(layout, rank) as meshes:
         computing = without_fsdp(model, layout, meshes)
-        weights = list(computing.named_parameters(remove_duplicate=False))
-        full = {name: local_part(param).nbytes for name, param in weights}
-        all_of_them = sum({id(param): full[name] for name, param in weights}.values())
+        full = {name: local_part(param).nbytes for name, param in computing.named_parameters(remove_duplicate=False)}
         mine = _untied(model)
         with _errors_of_the_engine(layout):
             type(mine).maybe_distribute_model(mine, layout.engine_config(), meshes)
@@ -256,9 +272,7 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         parts = tuple(local_part(each) for each in trained.values())
         gathered, sent = _gathered(mine, cut, full)
         sent += 2 * gradients * (layout.dp_replicate - 1) // layout.dp_replicate
-        experts = sum(full[name] for name in _experts_of(model) if name in full)
-        sizes = (all_of_them - experts, experts)
-        return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), sizes, gathered, sent)
+        return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), gathered, sent)
 
 
 def _trained_shapes(model: nn.Module) -> list[Any]:
@@ -296,10 +310,7 @@ def _gathered(mine: nn.Module, cut: Mapping[str, Tensor], full: Mapping[str, int
 
 
 def without_fsdp(model: PreTrainedModel, layout: Layout, meshes: Any) -> Any:
-    """Return a copy of the model, cut as a rank computes with it: FSDP has gathered its weights.
-
-    Dense blocks that are patched compute on this rank's part of I. Their sums over ranks save nothing.
-    """
+    """Return a copy of the model, cut as a rank computes with it: FSDP has gathered its weights."""
     mine = _untied(model)
     config = layout.engine_config()
     with _errors_of_the_engine(layout):
@@ -312,15 +323,7 @@ def without_fsdp(model: PreTrainedModel, layout: Layout, meshes: Any) -> Any:
             both = (meshes.get_mesh("ep"), meshes.get_mesh("tp"))
             _engine("expert_parallel").apply_expert_parallelism(mine, *both, experts, config.ep_implementation)
     mine.tie_weights(recompute_mapping=False)
-    for name, block in mine.named_modules():
-        if isinstance(block, NeuronSwiGLUMLP):
-            layers: dict[str, Any] = {f"{name}.{path}": block._layer(path) for path in block.neuron_roles.linears}
-            if all(cut.get(path) in _AXES for path in layers):
-                for layer in layers.values():
-                    layer.__dict__.pop("forward", None)
-                    for key, param in layer.named_parameters(recurse=False):
-                        layer._parameters[key] = nn.Parameter(local_part(param), requires_grad=param.requires_grad)
-                    layer.out_features, layer.in_features = layer.weight.shape
+    mine.config.distributed_config, mine._is_distributed_loading_by_transformers = config, True
     return mine
 
 

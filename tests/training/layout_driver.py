@@ -2,7 +2,8 @@
 
     RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 python -m tests.training.layout_driver FOLDER CELL [CELL ...]
 
-A cell is a family and a layout in JSON. Every process writes what it measured to FOLDER/rank-N.json.
+A cell is a family and a layout in JSON. Every process writes what it measured to FOLDER/rank-N.json. Under expert
+parallelism tokens choose all sets of experts in turn, so that each rank's load is known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.training.saved_tensors import noting_saved, storages_of
 from tests.tiny_models import tokens
 
 BATCH, LENGTH = 2, 24
+PATCHES = {
+    f"{precision} {policy}": NeuronMoEConfig(precision=precision, activations=policy)
+    for precision in ("bf16", "mxfp8")
+    for policy in ("full", "minimal")
+}
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -47,22 +55,38 @@ def saved_by(model: nn.Module) -> tuple[int, Tensor]:
     return sum(saved.values()), loss
 
 
+def choose_all_sets(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let the tokens choose every set of experts equally often, in turn."""
+    hidden, ids, weights = args
+    experts = module.get_parameter("gate_up_proj").shape[0]
+    sets = torch.tensor(list(combinations(range(experts), ids.shape[1])))
+    return hidden, sets[torch.arange(len(ids)) % len(sets)], weights
+
+
 def measured(path: Path, sizes: dict[str, int]) -> dict[str, int]:
     """What this rank holds of the model at `path` after a training step."""
     layout = DistributedConfig(**{f"{name}_size": size for name, size in sizes.items()})
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=layout).train()
     if layout.pp_size > 1:  # has no loss
         return {"parameters": bytes_of([*model.parameters(), *model.buffers()])}
+    for module in model.modules():
+        if layout.ep_size > 1 and hasattr(module, "gate_up_proj"):
+            module.register_forward_pre_hook(choose_all_sets)
     optimizer = torch.optim.AdamW(model.parameters())
+    found = {}
+    for name, config in PATCHES.items():
+        patch_model(model, config)
+        found[name], _ = saved_by(model)
+        unpatch_model(model)
     saved, loss = saved_by(model)
     loss.backward()
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return {
+    return found | {
         "parameters": bytes_of([*model.parameters(), *model.buffers()]),
         "gradients": bytes_of(param.grad for param in model.parameters()),
         "states": bytes_of(states),
-        "saved": saved,
+        "stock": saved,
     }
 
 
