@@ -58,6 +58,9 @@ class Double:
         records: what those records are: ``"dataclass"``, ``"namedtuple"`` or ``"class"``.
         layout: what the checkpoint record of the MXFP8 pair says of gate and up by default; empty for a record that
             says nothing. With ``"DIRECT"`` the forward saves ``[N, 2, B, I]``, and knows no other order.
+        faults: by nkilib's function, what is wrong with it: see :mod:`tests.neuron.double.faults`.
+        fallback: operations that the runtime says it ran on the CPU.
+        plugin_version: of torch_neuronx, where it is not install.py's.
         launches: finished launches on real values.
         calls: nkilib functions that ran in them, with their bound arguments.
         traced: launches on fake tensors.
@@ -75,6 +78,9 @@ class Double:
     without: frozenset[str] = frozenset()
     records: str = "dataclass"
     layout: str = ""
+    faults: dict[str, str] = field(default_factory=dict)
+    fallback: tuple[str, ...] = ()
+    plugin_version: str = ""
     launches: list[LaunchRecord] = field(default_factory=list)
     calls: list[KernelCall] = field(default_factory=list)
     traced: list[str] = field(default_factory=list)

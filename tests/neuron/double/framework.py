@@ -63,3 +63,16 @@ def utilities(double: Double) -> dict[str, Any]:
         return double.lnc
 
     return {"get_logical_neuron_cores": get_logical_neuron_cores}
+
+
+def tracking(double: Double) -> dict[str, Any]:
+    """Which operations ran on the CPU since the record was cleared."""
+    seen: list[str] = ["aten::from_before"]
+
+    def clear_op_tracking() -> None:
+        seen.clear()
+
+    def get_fallback_ops() -> list[str]:
+        return [*seen, *double.fallback]
+
+    return {"clear_op_tracking": clear_op_tracking, "get_fallback_ops": get_fallback_ops}
