@@ -40,7 +40,7 @@ def smoke(
 
     if not output.parent.is_dir():
         raise typer.BadParameter(f"{str(output)!r} is in no existing folder.", param_hint="--output")
-    report = run_smoke(device=device, cases=(case,) if case else (), timeout=timeout, seed=seed, progress=show)
+    report = run_smoke(device=device, cases=(case,) if case else CASES, timeout=timeout, seed=seed, progress=show)
     output.write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
     tell(
         as_json,

@@ -1,9 +1,9 @@
 """One process of ``hf-neuron-moe smoke``: a block's kernels traced, called twice, and compared with PyTorch.
 
-What it does is appended to a file as it goes on, so that the file says how far it came if the process ends or blocks.
-Nothing is caught here: how the process ends is the result.
+It prints each event when it happens, so that they show how far it came if the process ends or blocks. Nothing is caught
+here: how the process ends is the result.
 
-T tokens, H hidden, I intermediate, E experts, K experts per token.
+T tokens, H hidden, I intermediate, E experts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,256 +20,162 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_neuron_moe.activation_policy import parse_keep
-from hf_neuron_moe.backends import get_backend, resolve_backend
-from hf_neuron_moe.backends.base import NOTHING, BackwardCall
+from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.mx_weights import SWIZZLED, WORDS, MXExpertStack, MXLayout
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import Block, this_device, unsupported_reason
 from hf_neuron_moe.backends.neuron.quantized_experts import unsupported_reason_quantized
-from hf_neuron_moe.backends.operator_registration import plugin_function
-from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.operator_registration import body_of, plugin_function
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
+from hf_neuron_moe.device import smoke
 from hf_neuron_moe.device.device_report import ORDER
 from hf_neuron_moe.device.installed import inspect_installation
 from hf_neuron_moe.device.request import Request
-from hf_neuron_moe.device.smoke import (
-    AGREES,
-    CASES,
-    COMPILED,
-    GRADIENTS,
-    NEFF_CACHE,
-    NOT_RUN,
-    RAN,
-    TRACED,
-    Case,
-    Job,
-    count_executables,
-)
 from hf_neuron_moe.device.tolerances import BOUNDS, compare
 from hf_neuron_moe.errors import BackendUnavailableError
-from hf_neuron_moe.formats.constants import SwizzleScheme
-from hf_neuron_moe.formats.moe_mx import (
-    HIDDEN_SCHEME,
-    INTERMEDIATE_SCHEME,
-    quantize_moe_down,
-    quantize_moe_gate_up,
-)
+from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME, quantize_moe_down, quantize_moe_gate_up
 from hf_neuron_moe.formats.mx import quantize_mx
 from hf_neuron_moe.modules import ops, quantized_ops
 
-KEEP = parse_keep("gate_pre+up")
-Values = tuple[Tensor, ...]
-Operands = tuple[Tensor | None, ...]
+Values = tuple[Any, ...]
 
 
 class Problem(NamedTuple):
-    """A block's operands on the CPU, in the order of its operators, and what they compute."""
+    """A block's operands on the CPU, in the order of its operators."""
 
-    case: Case
-    operands: Operands
-    spec: BlockSpec
-    layouts: tuple[MXLayout, ...] = ()
+    case: smoke.Case
+    operands: Values
+    layouts: tuple[MXLayout, ...]
 
     @classmethod
-    def of(cls, case: Case, seed: int) -> Problem:
+    def of(cls, case: smoke.Case, generator: torch.Generator) -> Problem:
         """Draw rows as a norm layer makes them, weights that keep their size, and a routing of softmax weights."""
-        generator = torch.Generator().manual_seed(seed)
         T, H, I, E = case.tokens, case.hidden, case.inner, case.experts  # noqa: E741
+        shapes = ((T, H), (*(E or ()), 2 * I, H), (*(E or ()), H, I))
+        x, gate_up, down = (
+            (torch.randn(shape, generator=generator) * (1.0 if shape == (T, H) else shape[-1] ** -0.5)).bfloat16()
+            for shape in shapes
+        )
+        routing: Values = (None, None) if case.frozen else ()
+        if E:
+            affinities, ids = torch.rand(T, *E, generator=generator).softmax(-1).topk(case.top_k, -1)
+            routing = ids, affinities / affinities.sum(-1, keepdim=True)
+        weights, layouts = _quantized(gate_up, down) if case.frozen else ((gate_up, down), ())
+        if not (E or case.frozen):
+            weights = (*gate_up.chunk(2), down, None)
+        return cls(case, (x, *routing, *weights, None, None), layouts)
 
-        def draw(*shape: int, scale: float) -> Tensor:
-            return (torch.randn(shape, generator=generator) * scale).bfloat16()
-
-        spec, x = BlockSpec(case.precision, case.block_size), draw(T, H, scale=1.0)
-        count = () if E is None else (E,)
-        gate_up, down = draw(*count, 2 * I, H, scale=H**-0.5), draw(*count, H, I, scale=I**-0.5)
-        routing: Operands = (None, None) if case.frozen else ()
-        if E is not None:
-            weights, ids = torch.rand(T, E, generator=generator).softmax(-1).topk(case.top_k, -1)
-            routing = ids, weights / weights.sum(-1, keepdim=True)
-        if case.frozen:
-            codes, layouts = _quantized(gate_up, down)
-            return cls(case, (x, *routing, *codes, None, None), BlockSpec("bf16"), layouts)
-        if E is not None:
-            return cls(case, (x, *routing, gate_up, down, None, None), spec)
-        return cls(case, (x, *gate_up.chunk(2), down, None, None, None), spec)
-
-    @property
-    def stack(self) -> MXExpertStack:
-        """Of a frozen block."""
-        return MXExpertStack(*self.operands[3:7], *self.layouts)  # type: ignore[arg-type]
+    def call(self, backend: str) -> str:
+        """The operators' string argument."""
+        keep = NOTHING if self.case.frozen else parse_keep("gate_pre+up")
+        spec = BlockSpec("bf16" if self.case.frozen else self.case.precision, self.case.block_size)
+        return BlockCall(spec, keep, backend, False, self.layouts).encode()
 
     def unsupported_reason(self) -> str | None:
         """Why this machine's kernels do not take the block."""
         device, adapter, case = this_device(), Adapter(), self.case
         if case.frozen:
-            return unsupported_reason_quantized(self.stack, device, adapter, training=False)
-        kind = "mlp" if case.experts is None else "experts"
-        block = Block(kind, case.precision, case.hidden, case.inner, case.block_size)
-        return unsupported_reason(block, device, adapter)
-
-    def forward(self, operands: Operands, backend: str) -> Values:
-        """Return the output and what is saved for backward, by the operator that training calls."""
-        keep = NOTHING if self.case.frozen else KEEP
-        call = BlockCall(self.spec, keep, backend, False, self.layouts).encode()
-        operator = ops.mlp_fwd if self.case.experts is None else ops.moe_fwd
-        found: Values = (quantized_ops.frozen_fwd if self.case.frozen else operator)(*operands, call)
-        return found
-
-    def backward(self, operands: Operands, dout: Tensor, saved: Values, backend: str) -> Values:
-        """Return the gradients in the order of :data:`GRADIENTS`."""
-        call = BlockCall(self.spec, KEEP, backend, False).encode()
-        operator = ops.mlp_bwd if self.case.experts is None else ops.moe_bwd
-        wants = (True,) * (2 if self.case.experts is None else 3)
-        found: Values = operator(dout, *operands, *saved, call, *wants)
-        return found
-
-    def body(self, operands: Any, dout: Tensor | None, saved: Any) -> None:
-        """Call the backend itself, as a compiler does that traces into the body of an operator."""
-        backend = get_backend("neuron").without_copies
-        x, routing = operands[0], Routing(*operands[1:3])
-        if self.case.frozen:
-            stack = MXExpertStack(*operands[3:7], *self.layouts)
-            backend.quantized_forward(x, None if self.case.experts is None else routing, stack, NOTHING)
-        elif self.case.experts is None:
-            weights = FFNWeights(*operands[1:])
-            if dout is None:
-                backend.mlp_forward(x, weights, self.spec, KEEP)
-            else:
-                backend.mlp_backward(dout, x, weights, saved, BackwardCall(self.spec, KEEP, Wants()))
-        else:
-            experts = ExpertWeights(*operands[3:])
-            if dout is None:
-                backend.experts_forward(x, routing, experts, self.spec, KEEP)
-            else:
-                backend.experts_backward(dout, x, routing, experts, saved, BackwardCall(self.spec, KEEP, Wants()))
+            stack = MXExpertStack(*self.operands[3:7], *self.layouts)
+            return unsupported_reason_quantized(stack, device, adapter, training=False)
+        sizes = case.hidden, case.inner, case.block_size
+        return unsupported_reason(Block("experts" if case.experts else "mlp", case.precision, *sizes), device, adapter)
 
 
-def _quantized(gate_up: Tensor, down: Tensor) -> tuple[Operands, tuple[MXLayout, ...]]:
+def _quantized(gate_up: Tensor, down: Tensor) -> tuple[Values, tuple[MXLayout, ...]]:
     """Codes and scales of both projections, swizzled or, of experts, in words, with their layouts."""
     if gate_up.dim() == 2:
         pair = [quantize_mx(weight) for weight in (gate_up, down)]
-        layout = MXLayout(arrangement=SWIZZLED, scheme=SwizzleScheme.WRAPX.value)
-        return tuple(tensor for each in pair for tensor in (each.codes, each.scales)), (layout, layout)
+        return tuple(tensor for each in pair for tensor in (each.codes, each.scales)), (
+            MXLayout(arrangement=SWIZZLED),
+        ) * 2
     E, rows, H = gate_up.shape
     words = quantize_moe_gate_up(gate_up.view(E, 2, rows // 2, H).permute(0, 3, 1, 2)), quantize_moe_down(down.mT)
-    schemes = HIDDEN_SCHEME, INTERMEDIATE_SCHEME
-    layouts = tuple(MXLayout(arrangement=WORDS, scheme=scheme.value) for scheme in schemes)
+    layouts = tuple(MXLayout(arrangement=WORDS, scheme=each.value) for each in (HIDDEN_SCHEME, INTERMEDIATE_SCHEME))
     return tuple(tensor for each in words for tensor in (each.words, each.scales)), layouts
 
 
-class Recorder(NamedTuple):
-    """Appends what a kernel did to the job's file."""
-
-    path: Path
-    need: str
-
-    def tell(self, event: str, **facts: Any) -> None:
-        """Append an event; whatever follows, it is in the file."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "need": self.need, **facts}) + "\n")
-
-    def begin(self, stage: str) -> None:
-        """Append that a stage begins, and how many executables there are."""
-        cache = os.environ.get(NEFF_CACHE)
-        self.tell("begin", stage=stage, executables=count_executables(Path(cache).parent) if cache else 0)
+def tell(need: str, event: str, **facts: Any) -> None:
+    """Print an event of a kernel."""
+    sys.stdout.write(f"\n{smoke.MARK}{json.dumps({'need': need, 'event': event, **facts})}\n")
+    sys.stdout.flush()
 
 
-def run(job: Job) -> None:
-    """Do a job."""
-    if job.case is None:
-        _look(job)
+def run(case: str | None, device: str | None, seed: int, trace: bool) -> None:
+    """Run a block's kernels, or without a `case` look at the machine."""
+    if case is None:
+        _look(device)
         return
-    case, place = CASES[job.case], Request(device=job.device).device_here()
-    problem = Problem.of(case, job.seed)
+    place, generator = Request(device=device).device_here(), torch.Generator().manual_seed(seed)
+    problem, needs = Problem.of(smoke.CASES[case], generator), smoke.CASES[case].needs
     if (reason := problem.unsupported_reason()) is not None:
-        for need in case.needs:
-            Recorder(Path(job.events), need).tell(NOT_RUN, note=reason)
+        for need in needs:
+            tell(need, smoke.NOT_RUN, note=reason)
         return
     resolve_backend("neuron", place)  # registers the operators with the plugin
-    there = tuple(None if tensor is None else tensor.to(place) for tensor in problem.operands)
-    recorders = [Recorder(Path(job.events), need) for need in case.needs]
-    trace = partial(problem.body, dout=None, saved=())
-    found = _measured(recorders[0], partial(problem.forward, there, "neuron"), job.trace and trace, there)
-    expected = problem.forward(problem.operands, "torch")
-    _judge(recorders[0], case, ("output",), found, expected)
-    if len(recorders) > 1:
-        dout = torch.randn(case.tokens, case.hidden, generator=torch.Generator().manual_seed(job.seed + 1)).bfloat16()
-        saved, arrived = found.values[1:], dout.to(place)
-        call = partial(problem.backward, there, arrived, saved, "neuron")
-        trace = partial(_body_of, problem, len(there))
-        made = _measured(recorders[1], call, job.trace and trace, (*there, arrived, *saved))
-        grads = problem.backward(problem.operands, dout, expected[1:], "torch")
-        _judge(recorders[1], case, GRADIENTS[case.experts is not None], made, grads)
+    experts, operands = bool(problem.case.experts), problem.operands
+    forward, backward = (ops.moe_fwd, ops.moe_bwd) if experts else (ops.mlp_fwd, ops.mlp_bwd)
+    forward = quantized_ops.frozen_fwd if problem.case.frozen else forward
+    expected = forward(*operands, problem.call("torch"))
+    found = _compared(needs[0], forward, (*operands, problem.call("neuron")), expected, (place, trace, ("output",)))
+    if len(needs) > 1:
+        dout, wants = torch.randn(operands[0].shape, generator=generator).bfloat16(), (True,) * (2 + experts)
+        expected = backward(dout, *operands, *expected[1:], problem.call("torch"), *wants)
+        arguments = (dout, *operands, *found[1:], problem.call("neuron"), *wants)
+        _compared(needs[1], backward, arguments, expected, (place, trace, smoke.GRADIENTS[experts]))
 
 
-def _body_of(problem: Problem, count: int, operands: Any) -> None:
-    """Trace the backward."""
-    problem.body(operands[:count], operands[count], operands[count + 1 :])
-
-
-class Measured(NamedTuple):
-    """Results on the device, and seconds."""
-
-    values: Values
-    compile_seconds: float
-    run_seconds: float
-    fallback_ops: list[str] | None
-
-
-def _measured(recorder: Recorder, call: Callable[[], Values], trace: Any, operands: Operands) -> Measured:
-    """Trace on fake tensors, then call twice: the first call compiles."""
+def _compared(need: str, operator: Any, arguments: Values, expected: Values, how: tuple[Any, bool, Any]) -> Values:
+    """Trace a kernel on fake tensors, call it twice, the first time to compile, and compare; return its results."""
+    place, trace, names = how
+    there = [value.to(place) if isinstance(value, Tensor) else value for value in arguments]
     if trace:
-        recorder.begin(TRACED)
+        _begin(need, smoke.TRACED)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            trace(operands=tuple(None if each is None else mode.from_tensor(each) for each in operands))
-        recorder.tell(TRACED)
+            body_of(operator)(*(mode.from_tensor(each) if isinstance(each, Tensor) else each for each in there))
+        tell(need, smoke.TRACED)
     clear, ask = plugin_function("clear_op_tracking"), plugin_function("get_fallback_ops")
     if clear is not None:
         clear()
-    recorder.begin(COMPILED)
-    first, _ = _timed(call)
-    recorder.tell(COMPILED)
-    recorder.begin(RAN)
-    second, values = _timed(call)
-    recorder.tell(RAN)
-    recorder.begin(AGREES)
-    return Measured(values, max(first - second, 0.0), second, None if ask is None else sorted(set(map(str, ask()))))
-
-
-def _timed(call: Callable[[], Values]) -> tuple[float, Values]:
-    begin = time.perf_counter()
-    values = call()
-    for value in values:
-        value.cpu()  # waits for the device
-    return time.perf_counter() - begin, values
-
-
-def _judge(recorder: Recorder, case: Case, names: tuple[str, ...], found: Measured, expected: Values) -> None:
-    """Compare the results in `names`; further ones are what is saved, or gradients of absent biases."""
-    pairs = zip(names, found.values, expected, strict=False)
-    tensors = [compare(name, mine.cpu(), theirs, BOUNDS[case.precision]) for name, mine, theirs in pairs]
+    seconds = []
+    for stage in (smoke.COMPILED, smoke.RAN):
+        _begin(need, stage)
+        begin = time.perf_counter()
+        found: Values = operator(*there)
+        copies = [value.cpu() for value in found]  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+        tell(need, stage)
+    fallback = None if ask is None else sorted(set(map(str, ask())))
+    _begin(need, smoke.AGREES)
+    bounds = BOUNDS["bf16" if need in ("moe_forward", "moe_backward") else "mxfp8"]
+    tensors = [compare(name, mine, theirs, bounds) for name, mine, theirs in zip(names, copies, expected)]
     worst = max(tensors, key=lambda tensor: ORDER.index(tensor.verdict))
-    recorder.tell(
-        AGREES,
+    tell(
+        need,
+        smoke.AGREES,
         verdict=worst.verdict,
         note=f"{worst.name}: {worst.note}" if worst.note else "",
-        compile_seconds=found.compile_seconds,
-        run_seconds=found.run_seconds,
-        fallback_ops=found.fallback_ops,
+        compile_seconds=max(seconds[0] - seconds[1], 0.0),
+        run_seconds=seconds[1],
+        fallback_ops=fallback,
         tensors=[tensor.to_dict() for tensor in tensors],
     )
+    return found
 
 
-def _look(job: Job) -> None:
+def _begin(need: str, stage: str) -> None:
+    tell(need, "begin", stage=stage, executables=smoke.count_executables(Path(os.environ[smoke.NEFF_CACHE])))
+
+
+def _look(device: str | None) -> None:
     """Tell what is installed, and why no kernel can run here."""
     place, refused = None, None
     try:
-        place = str(Request(device=job.device).device_here())
+        place = str(Request(device=device).device_here())
     except BackendUnavailableError as error:
         refused = error.args[0]
-    Recorder(Path(job.events), "").tell(
-        "machine", device=place, refused=refused, installation=inspect_installation().to_dict()
-    )
+    tell("", "machine", device=place, refused=refused, installation=inspect_installation().to_dict())
 
 
 if __name__ == "__main__":
-    run(Job(**json.loads(sys.argv[1])))
+    run(**json.loads(sys.argv[1]))
