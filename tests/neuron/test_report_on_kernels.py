@@ -143,6 +143,21 @@ def test_the_open_point_of_the_bf16_pair_is_told(machine: Start) -> None:
         assert report.patched[0].notes == ()
 
 
+@pytest.mark.parametrize("case", [DENSE, EXPERTS_MX, EXPERTS], ids=["dense", "mxfp8", "bf16"])
+def test_what_is_computed_in_vain_for_frozen_weights_is_told(case: Case, machine: Start) -> None:
+    machine(target=case.target)
+    model = case.model()
+    model.requires_grad_(False)
+    report = patch_model(model, {**case.options, "backend": "neuron"})
+    note = report.patched[0].notes[-1]
+    hidden, inner = report.patched[0].padded_sizes or (0, 0)
+    size = (1 if case is DENSE else 4) * 3 * hidden * inner * 2 / 2**20
+    assert "its weights are frozen" in note and f"3 of its 6 products and {size:,.1f} MiB" in note
+    assert note in str(report)
+    _, trained = patched(case)
+    assert "in vain" not in str(trained), "their gradients are read"
+
+
 def test_bf16_experts_are_documented_for_trn2_only(machine: Start) -> None:
     double = machine(target="trn3").double
     with refused(NothingToPatchError, "model", "for Trn2 only, and this is trn3; precision='mxfp8' has"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,6 +28,9 @@ class NKIHOPCaller:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kernel = self.kernel
         need(kernel.double.current is None, kernel.where, "wrap_nki launches from torch, not from inside of a kernel")
+        said = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+        agree = kernel.double.release < (2, 33) or said == str(kernel.double.lnc)
+        need(agree, kernel.where, f"NCC_EVRF066: NEURON_LOGICAL_NC_CONFIG is {said}, unlike the launch grid")
         return launch(kernel, self.grid, args, kwargs, kernel.double.lnc, plain=True)
 
 
