@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from hf_neuron_moe.backends.neuron.versions import LNC_VARIABLE
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.device import smoke
 from hf_neuron_moe.device.smoke import CASES, NEFF_CACHE, Ended, KernelResult, SmokeReport, run_smoke
@@ -183,6 +185,21 @@ def test_it_follows_the_answer_of_doctor(machine: Start, monkeypatch: pytest.Mon
     monkeypatch.setattr("hf_neuron_moe.device.installed.COMPILER", "nki")
     with refused(ConfigError, "device"):
         run_smoke(device="meta")
+
+
+def test_the_processes_inherit_the_logical_core(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(target="trn2")
+    monkeypatch.delenv(LNC_VARIABLE)
+    seen: list[str | None] = []
+
+    def look(job: dict[str, Any], caches: Path, timeout: float) -> Ended:
+        seen.append(os.environ.get(LNC_VARIABLE))
+        return Ended(1, "ImportError: libnrt.so")
+
+    monkeypatch.setattr(smoke, "run_worker", look)
+    with refused(BackendUnavailableError, "this machine", "ImportError: libnrt.so"):
+        run_smoke()
+    assert seen == ["2"]
 
 
 WORKER = f"""
