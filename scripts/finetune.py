@@ -13,10 +13,13 @@ from typing import Any
 
 from interrupts import importing
 
+from hf_neuron_moe.backends.neuron.versions import settle_environment
 from hf_neuron_moe.cli.exit_codes import INTERRUPTED
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning
 
 with importing(__name__):
     try:
+        settle_environment()  # before torch is imported, which may load the plugin
         import torch
         from accelerate import DistributedType
         from datasets import Dataset
@@ -30,9 +33,10 @@ with importing(__name__):
         from transformers import default_data_collator, set_seed
 
         from hf_neuron_moe import NeuronMoETrainer
-        from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning
         from hf_neuron_moe.training import find_last_complete
         from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}. finetune.py needs the packages of the extra 'train': pip install -e '.[train]'")
 

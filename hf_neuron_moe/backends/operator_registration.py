@@ -20,6 +20,8 @@ _registered: dict[str, Any] = {}
 """By module with operators: what they were registered with."""
 _twins: dict[int, Any] = {}
 """By the id of an operator made by ``nki_op``: the operator that its body calls where it is not traced into."""
+_bodies: dict[int, Callable[..., Any]] = {}
+"""By the id of an operator: the function that it was made of."""
 _made: list[Any] = []
 """All operators: one that is replaced and then collected would take its successor out of the cache of ``torch.ops``,
 and selective checkpointing, which names an operator, would get another object than what is called."""
@@ -47,6 +49,7 @@ def operator(name: str, traced_into: Callable[[str], bool]) -> Callable[[Callabl
         _registered[body.__module__] = define
         if define is torch.library.custom_op:
             _made.append(define(name, body, mutates_args=()))
+            _bodies[id(_made[-1])] = body
             return _made[-1]
         twin = torch.library.custom_op(f"{name}_torch", body, mutates_args=())
         signature = inspect.signature(body, eval_str=True)
@@ -59,10 +62,15 @@ def operator(name: str, traced_into: Callable[[str], bool]) -> Callable[[Callabl
         vars(traceable)["__signature__"] = signature  # types, where their names would be looked up in this module
         made = define(name, traceable, mutates_args=())
         _made.append(made)
-        _twins[id(made)] = twin
+        _twins[id(made)], _bodies[id(made)] = twin, body
         return made
 
     return register
+
+
+def body_of(op: Any) -> Callable[..., Any]:
+    """Return the function that :func:`operator` made `op` of: what a compiler traces into."""
+    return _bodies[id(op)]
 
 
 def fake_of(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -77,6 +77,7 @@ class BlockShape(NamedTuple):
     ordered: bool = False  # the weights lie as kernels read them: gate and up in one tensor, or experts transposed
     dtype: torch.dtype = torch.bfloat16  # of the weights
     biased: tuple[bool, bool] = (False, False)  # whether gate or up, and whether down has a bias
+    frozen: bool = False  # no weight has a gradient
 
 
 class Support(NamedTuple):

@@ -24,6 +24,7 @@ COMMANDS = (
     "report",
     "doctor",
     "verify-device",
+    "smoke",
 )
 """One row per command: the function of that name in the module of that name in this folder, with ``_`` for ``-``."""
 

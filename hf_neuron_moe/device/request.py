@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,8 +11,9 @@ from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
 from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, unsupported_reason
 from hf_neuron_moe.config import ACCUMULATIONS, BLOCK_SIZES
-from hf_neuron_moe.device.installed import device_count
+from hf_neuron_moe.device.installed import inspect_installation
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, DocumentedAdapter
+from hf_neuron_moe.device.smoke import DEVICE_NAME
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, not_one_of, public
 
 WHERE = "verify_device"
@@ -43,8 +43,7 @@ class Request:
         if self.accumulation not in ACCUMULATIONS:
             raise not_one_of("accumulation", self.accumulation, ACCUMULATIONS)
         seed, layers, sizes = self.seed, self.layers, ", ".join(map(str, BLOCK_SIZES))
-        # Kernels run on Neuron's devices, or on the CPU where the plugin has no device type.
-        known = self.device is None or re.fullmatch(r"neuron(:\d+)?|cpu", self.device) is not None
+        known = self.device is None or DEVICE_NAME.fullmatch(self.device) is not None
         rules = (
             ("tokens", _is_count(self.tokens), "a positive integer", "Correct it."),
             ("layers", layers is None or _is_count(layers), "a positive integer", "Correct it."),
@@ -66,24 +65,23 @@ class Request:
     def device_here(self) -> torch.device:
         """Return where the kernels' tensors belong, after a first sum there: the device that was asked for.
 
-        Without one it is the first Neuron device, or the CPU for the simulator. Where the plugin is loaded and makes no
-        device of its own, its operators take CPU tensors, and the report says so.
+        Without one it is the first Neuron device, or the CPU for the simulator. Raises where ``doctor`` says no. On
+        ``"cpu"``, which a plugin without devices of its own takes, no runtime is needed.
         """
-        try:
+        simulated, found = self.backend != "neuron", inspect_installation()
+        if self.device == "cpu":
+            found = replace(found, devices=max(found.devices or 0, 1))
+        reason = found.simulator_reason if simulated else found.unsupported_reason
+        name = self.device if self.device is not None else "cpu" if simulated else "neuron:0"
+        expected, fix = f"one where backend={self.backend!r} can run", "`hf-neuron-moe doctor` shows what is here."
+        if reason is None:
             resolve_backend(self.backend, torch.device("cpu"))
-        except BackendUnavailableError as error:
-            reason = versions.why_unavailable(simulator=self.backend != "neuron")
-            if reason is None:
-                raise
-            fix = "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
-            expected = f"one where backend={self.backend!r} can run"
-            raise BackendUnavailableError.about("this machine", expected, f"one where {reason}", fix) from error
-        count = device_count() if self.backend == "neuron" else None
-        name = self.device if self.device is not None else "cpu" if count is None else "neuron:0"
-        trouble = "the packages, and no device" if count == 0 and name != "cpu" else _device_trouble(name)
-        if trouble is not None:
+            expected, reason = "one whose Neuron device works", _device_trouble(name)
             fix = "Check the driver with `neuron-ls`, and that no other process holds the cores."
-            raise BackendUnavailableError.about("this machine", "one whose Neuron device works", trouble, fix)
+        elif not simulated:
+            fix = f"{found.first_steps[0]} {fix}"
+        if reason is not None:
+            raise BackendUnavailableError.about("this machine", expected, f"one where {reason}", fix)
         return torch.device(name)
 
     @public(WHERE)
@@ -105,13 +103,13 @@ def _device_trouble(name: str) -> str | None:
     try:
         device = torch.device(name)
     except RuntimeError:
-        return f"a torch that knows no device {name}: the plugin is not loaded"
+        return f"torch knows no device {name}: the plugin is not loaded"
     numbers = torch.arange(4, dtype=torch.float32)
     try:
         there = (numbers.to(device) + 1).cpu()
     except (RuntimeError, NotImplementedError, AttributeError) as error:  # of a device that torch does not know, too
         return f"{device} fails at a sum: {' '.join(str(error).split())[:200]}"
-    return None if torch.equal(there, numbers + 1) else f"{device}, on which 0 1 2 3 plus 1 is {there.tolist()}"
+    return None if torch.equal(there, numbers + 1) else f"0 1 2 3 plus 1 is {there.tolist()} on {device}"
 
 
 def _is_count(value: object) -> bool:

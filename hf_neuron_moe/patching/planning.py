@@ -126,9 +126,9 @@ def block_shape(candidate: Candidate, layout: str) -> BlockShape:
     else:
         ordered = roles.gate_first and (len(roles.inputs) == 1 or layout == "kernel")
         biased = (bool({*roles.inputs} & {*roles.biased}), roles.down in roles.biased)
-    dtype = getattr(*stock_slot(candidate.module, candidate.rules[0].stock[0])).dtype
-    top_k = None if experts is None else candidate.top_k
-    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered, dtype, biased)
+    weights = [getattr(*stock_slot(candidate.module, name)) for rule in candidate.rules for name in rule.stock]
+    top_k, frozen = None if experts is None else candidate.top_k, not any(weight.requires_grad for weight in weights)
+    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered, weights[0].dtype, biased, frozen)
 
 
 def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:

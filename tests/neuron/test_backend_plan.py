@@ -13,11 +13,11 @@ from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.neuron.adapter import Match
-from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
+from hf_neuron_moe.backends.neuron.experts import ExpertKernels, _used_slots
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, unsupported_reason
-from hf_neuron_moe.backends.neuron.orientation import pad_axes, split_axes
-from hf_neuron_moe.backends.neuron.static_plan import block_count, route, routing_gradient
+from hf_neuron_moe.backends.neuron.orientation import pad_axes
+from hf_neuron_moe.backends.neuron.static_plan import block_count, plan_blocks, route, routing_gradient
 from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
@@ -59,8 +59,9 @@ def test_the_block_count_is_the_documented_one(
 def test_slots_point_at_the_sink_row_or_nowhere() -> None:
     index = torch.tensor([[0, 2], [2, 1], [3, 0]])  # expert 3 is another rank's
     weight = torch.tensor([[0.25, 0.75], [0.5, 0.125], [0.875, 1.0]])
-    sink = route(Routing(index, weight), 3, 128, sink=True, per_iteration=1, dtype=torch.bfloat16)
-    none = route(Routing(index, weight), 3, 128, sink=False, per_iteration=2, dtype=torch.float32)
+    routing = Routing(index, weight)
+    sink = route(plan_blocks(index, 3, 128, 1), routing, 3, sink=True, dtype=torch.bfloat16)
+    none = route(plan_blocks(index, 3, 128, 2), routing, 3, sink=False, dtype=torch.float32)
     assert sink.expert_affinities_masked.shape == (12, 1) and sink.expert_affinities_masked.dtype == torch.bfloat16
     assert none.expert_affinities_masked.shape == (9, 1) and none.expert_affinities_masked.dtype == torch.float32
     assert none.expert_affinities_masked.view(3, 3).tolist() == [[0.25, 0, 0.75], [0, 0.125, 0.5], [1.0, 0, 0]]
@@ -204,13 +205,9 @@ def test_two_cores_share_whole_blocks_in_mxfp8_only(precision: str, blocks: int)
 
 def test_slots_without_a_token_are_zero_before_they_share_a_scale() -> None:
     """No document says what the MXFP8 forward leaves there, and NaN would spread over its FP8 group."""
-    experts = Experts(
-        (torch.empty(2, 8, 4),), torch.empty(2, 4, 4), split_axes(False), Block("experts", "mxfp8", 4, 4, 128)
-    )
-    index, weight = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
-    kernels = ExpertKernels(None, None, None)  # type: ignore[arg-type] -- nothing is called
+    index = torch.tensor([[0], [1], [1]])
     slots = torch.full((2, 2, 4, 128), torch.nan)
     slots[0, :, :, :1] = 1
     slots[1, :, :, :2] = 2
-    used = kernels._used_slots(slots, Routing(index, weight), experts)
+    used = _used_slots(slots, plan_blocks(index, 2, 128, 2))
     assert torch.equal(used, slots.nan_to_num(nan=0.0))

@@ -29,7 +29,7 @@ Layout = Enum("Layout", ["TRANSPOSED", "DIRECT", "TILED"])
 @pytest.mark.parametrize("policy", ["full", "recompute", "fp8"])
 def test_gradients_where_the_forward_saves_slots_before_columns(case: Case, policy: str, machine: Start) -> None:
     expected = first_gradients(case, "torch", activations=policy)
-    double = machine(layout="DIRECT").double
+    double = machine(layout="DIRECT", config_pair=False).double
     found = first_gradients(case, "neuron", activations=policy)
     assert "blockwise_mm_bwd_mxfp8" in double.names
     for name, grad in expected.items():
@@ -41,9 +41,9 @@ def test_gradients_where_the_forward_saves_slots_before_columns(case: Case, poli
 @pytest.mark.parametrize("form", ["dataclass", "namedtuple", "class"])
 def test_the_record_may_have_any_form(form: str, machine: Start) -> None:
     expected = run(EXPERTS_MX, "torch", steps=2)
-    machine(layout="DIRECT", records=form)
+    machine(layout="DIRECT", records=form, config_pair=False)
     assert run(EXPERTS_MX, "neuron", steps=2) == expected
-    machine(layout="TRANSPOSED", records=form)
+    machine(layout="TRANSPOSED", records=form, config_pair=False)
     assert run(EXPERTS_MX, "neuron", steps=2) == expected
 
 
@@ -111,7 +111,7 @@ def test_fields_and_their_defaults() -> None:
 
 
 def test_a_forward_of_another_order_than_its_record_says_is_refused(machine: Start) -> None:
-    double = machine(layout="TRANSPOSED").double
+    double = machine(layout="TRANSPOSED", config_pair=False).double
     model = WIDER.model()
     patch_model(model, {**WIDER.options, "backend": "neuron"})
     double.layout = "DIRECT"

@@ -12,9 +12,9 @@ import pytest
 
 from hf_neuron_moe import kernels
 from hf_neuron_moe.device import device_verification, emulation
-from hf_neuron_moe.device.device_verification import verify_device
 from hf_neuron_moe.reference import upstream_bugs
 from tests.neuron.small_runs import EXPERTS
+from tests.neuron.test_verify_device import verify_device
 from tests.tiny_models import tiny_model
 
 Start = Callable[..., SimpleNamespace]

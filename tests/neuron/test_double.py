@@ -358,7 +358,7 @@ def test_the_backwards_defaults_and_its_sink_row_are_checked(machine: MLP, hand:
 
 
 def test_the_mxfp8_pair_has_two_weight_layouts(machine: MLP, hand: Any) -> None:
-    machine()
+    machine(config_pair=False)
     own, e = hand(), Experts(hidden=128, inner=128, block=128)
     stock = [e.gate_up.permute(0, 2, 3, 1).contiguous(), e.down.mT.contiguous()]
     front, rest = [e.x, e.affinity], [e.ids, e.owners[:, None], e.block]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hf_neuron_moe import formats, kernels
 from tests.neuron.double.contract import ContractError
+from tests.neuron.small_runs import EXPERTS_MX, run
 
 Start = Callable[..., SimpleNamespace]
 bf16 = torch.bfloat16
@@ -91,3 +93,37 @@ def test_mx_experts_need_trn3(machine: Start, hand: Any) -> None:
     machine(target="trn2")
     with pytest.raises(ContractError, match="trn3 only"):
         hand().moe_forward_mx[(2,)](*mx_experts(), False)
+
+
+def test_a_record_is_for_one_shape(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nkilib fills in its fields, so each call makes its own."""
+    machine()
+    run(EXPERTS_MX, "neuron", steps=1)
+    wrapper = sys.modules["hf_neuron_moe.backends.neuron.nki_kernels.moe_forward_mxfp8"]
+    shared: dict[str, Any] = wrapper.options()
+    monkeypatch.setattr(wrapper, "options", shared.copy)
+    run(EXPERTS_MX, "neuron", steps=1)
+    with pytest.raises(ContractError, match="a record is for one shape"):
+        run(replace(EXPERTS_MX, block_size=256), "neuron", steps=1)
+
+
+def test_grid_and_variable_agree(machine: Start, hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    launch = sys.modules["torch_neuronx"].wrap_nki(hand().mlp_forward)[(2,)]
+    operands = normal(128, 128), normal(512, 128), normal(128, 256), True
+    assert len(launch(*operands)) == 4
+    for value in ("1", None):
+        if value is None:
+            monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
+        else:
+            monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", value)
+        with pytest.raises(ContractError, match="NCC_EVRF066"):
+            launch(*operands)
+
+
+def test_the_plugin_of_torch_2_14_trains_alike(machine: Start) -> None:
+    machine()
+    expected = run(EXPERTS_MX, "neuron", steps=2)
+    machine(plugin_version="2.14.3")
+    assert sys.modules["torch_neuronx"].__version__ == "2.14.3"
+    assert run(EXPERTS_MX, "neuron", steps=2) == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,3 +106,32 @@ def test_doctor_has_a_contradiction_as_the_reason(machine: Machine, monkeypatch:
     monkeypatch.setenv(LNC_OVERRIDE, "1")
     found = inspect_installation()
     assert found.lnc[0] is None and "LNC must be the same wherever it is set" in str(found.unsupported_reason)
+
+
+WATCH = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("LNC", os.environ.get("NEURON_LOGICAL_NC_CONFIG"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import finetune",
+        "sys.argv[1:] = ['verify-device', 'none']; from hf_neuron_moe.cli.main import main; main()",
+    ],
+    ids=["finetune.py", "verify-device"],
+)
+def test_it_is_set_before_torch_may_load_the_plugin(start: str, tmp_path: Path, repo_root: Path) -> None:
+    (tmp_path / "nki.py").write_text("", encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("NEURON", "HF_NEURON"))}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (tmp_path, repo_root, repo_root / "scripts")))
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH + start], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "LNC 2\n", done.stderr

@@ -27,8 +27,8 @@ MACHINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"release": (2, 29), "target": "trn2"},
         ("moe_forward", "moe_backward", "moe_forward_mx", "moe_forward_mx_wide"),
     ),
-    "MXFP8 experts": ({}, ("moe_forward_mxfp8", "moe_backward_mxfp8")),
-    "MXFP8 experts, record": ({"config_pair": True}, ("moe_forward_mxfp8", "moe_backward_mxfp8")),
+    "MXFP8 experts": ({"config_pair": False}, ("moe_forward_mxfp8", "moe_backward_mxfp8")),
+    "MXFP8 experts, record": ({}, ("moe_forward_mxfp8", "moe_backward_mxfp8")),
 }
 RECORD_FIELDS = (
     "shard_option", "affinity_option", "skip_dma", "is_tensor_update_accumulating", "accumulate_hidden_states_grad",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_neuron_moe.errors import ConfigError, NeuronMoEError
 from tests.neuron.small_runs import (
     CASES,
     DENSE,
+    DENSE_BF16,
     EXPERTS,
     EXPERTS_MX,
     SOME_SLOW,
@@ -190,3 +192,27 @@ def test_inference_between_training_steps(name: str, machine: Start) -> None:
     assert found[0] == expected[0]
     assert close(found[2], expected[2], case.bound)
     assert (found[1] - expected[1]).abs().max() <= (2e-2 if case.bound else 0.0) * expected[1].abs().max()
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("policy", ["minimal", "recompute", "fp8"])
+@pytest.mark.parametrize("case", [EXPERTS, EXPERTS_MX, DENSE_BF16], ids=["bf16", "mxfp8", "dense"])
+def test_the_block_plan_is_made_once_per_layer_and_step(
+    case: Case, policy: str, machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward, the forward that it repeats, and FP8 read the saved one: a sort of all pairs is behind it."""
+    machine(target=case.target)
+    model = case.model(layers=2)
+    patch_model(model, {**case.options, "backend": "neuron", "activations": policy})
+    from hf_neuron_moe.backends.neuron import static_plan
+
+    made: list[tuple[int, ...]] = []
+    build = static_plan.build_block_plan
+
+    def counted(mask: Tensor, *arguments: Any, **options: Any) -> Any:
+        made.append(tuple(mask.shape))
+        return build(mask, *arguments, **options)
+
+    monkeypatch.setattr(static_plan, "build_block_plan", counted)
+    assert len(train(model, steps=3)) == 3
+    assert len(made) == 2 * 3, "two layers, three steps"

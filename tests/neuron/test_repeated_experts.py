@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_neuron_moe.backends.neuron.static_plan import route
+from hf_neuron_moe.backends.neuron.static_plan import plan_blocks, route
 from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.modules import ops
 
@@ -71,10 +71,10 @@ def test_both_weights_count(target: str, precision: str, hidden: int, block_size
 def test_the_sum_needs_no_values() -> None:
     """A device's program is traced: the same operations must make the sum there."""
     index, weight = torch.tensor([[1, 1]]), torch.tensor([[0.25, 0.5]])
-    options = {"sink": True, "per_iteration": 1, "dtype": torch.bfloat16}
-    affinities = route(Routing(index, weight), 2, 128, **options).expert_affinities_masked
+    options = {"sink": True, "dtype": torch.bfloat16}
+    affinities = route(plan_blocks(index, 2, 128, 1), Routing(index, weight), 2, **options).expert_affinities_masked
     assert affinities.flatten().tolist() == [0, 0.75, 0, 0]
     with FakeTensorMode() as mode:
         fake = Routing(mode.from_tensor(index), mode.from_tensor(weight))
-        made = route(fake, 2, 128, **options).expert_affinities_masked
+        made = route(plan_blocks(fake.index_TK, 2, 128, 1), fake, 2, **options).expert_affinities_masked
         assert made.shape == (4, 1) and made.dtype == torch.bfloat16

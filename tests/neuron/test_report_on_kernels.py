@@ -64,8 +64,8 @@ def test_a_dense_block_in_bf16_keeps_whole_blocks_of_512_tokens(machine: Start) 
     _, report = patched(DENSE_BF16, activations="full")
     (entry,) = report.patched
     inner = entry.padded_sizes[1]
-    # Gate and up, and the input of the stock hidden size: 2 bytes each.
-    assert entry.saved_bytes_per_token == 2 * (2 * inner + DENSE_BF16.sizes["hidden_size"])
+    # Gate and up, and the input of the stock hidden size: 2 bytes each. The plan has 4 per slot and block.
+    assert entry.saved_bytes_per_token == 2 * (2 * inner + DENSE_BF16.sizes["hidden_size"]) + 4 * 513 / 512
     assert entry.saved_bytes_per_call == 0
 
 
@@ -77,7 +77,8 @@ def test_every_call_keeps_blocks_that_the_worst_routing_could_fill(case: Case, m
     experts, size, inner = 4, case.block_size, entry.padded_sizes[1]
     # E - 1 spare blocks of gate and up in bf16; an even number of blocks in all where the cores share them.
     spare = experts - 1 + (case is EXPERTS_MX)
-    assert entry.saved_bytes_per_call == block.saved_bytes_per_call == spare * size * 2 * inner * 2
+    plan = spare * (size + 1) * 4
+    assert entry.saved_bytes_per_call == block.saved_bytes_per_call == spare * size * 2 * inner * 2 + plan
     assert entry.saved_bytes_per_token == block.saved_bytes_per_token
     for count in (2 * size, 8 * size):
         assert block.saved_bytes(count) == count * entry.saved_bytes_per_token + entry.saved_bytes_per_call
@@ -85,7 +86,7 @@ def test_every_call_keeps_blocks_that_the_worst_routing_could_fill(case: Case, m
     total = report.saved_bytes_per_token + report.saved_bytes_per_call / 4096
     assert f"at 4,096 tokens {total / 1024:.2f} KiB per token" in str(report)
     set_activations(model, "recompute")
-    assert block.saved_bytes_per_call == 0
+    assert block.saved_bytes_per_call == plan
 
 
 def test_a_budget_for_a_number_of_tokens_counts_the_unfilled_blocks(machine: Start) -> None:
@@ -140,6 +141,21 @@ def test_the_open_point_of_the_bf16_pair_is_told(machine: Start) -> None:
     for case in (DENSE, EXPERTS_MX):
         _, report = patched(case)
         assert report.patched[0].notes == ()
+
+
+@pytest.mark.parametrize("case", [DENSE, EXPERTS_MX, EXPERTS], ids=["dense", "mxfp8", "bf16"])
+def test_what_is_computed_in_vain_for_frozen_weights_is_told(case: Case, machine: Start) -> None:
+    machine(target=case.target)
+    model = case.model()
+    model.requires_grad_(False)
+    report = patch_model(model, {**case.options, "backend": "neuron"})
+    note = report.patched[0].notes[-1]
+    hidden, inner = report.patched[0].padded_sizes or (0, 0)
+    size = (1 if case is DENSE else 4) * 3 * hidden * inner * 2 / 2**20
+    assert "its weights are frozen" in note and f"3 of its 6 products and {size:,.1f} MiB" in note
+    assert note in str(report)
+    _, trained = patched(case)
+    assert "in vain" not in str(trained), "their gradients are read"
 
 
 def test_bf16_experts_are_documented_for_trn2_only(machine: Start) -> None:

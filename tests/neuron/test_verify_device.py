@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.device.device_verification import load_for_verification, random_inputs, run_block, verify_device
+from hf_neuron_moe.device import device_verification
+from hf_neuron_moe.device.device_report import DeviceReport
+from hf_neuron_moe.device.device_verification import load_for_verification, random_inputs, run_block
 from hf_neuron_moe.device.tolerances import BOUNDS, compare
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError
 from hf_neuron_moe.modules.block import NeuronBlock
@@ -29,8 +31,14 @@ GRADIENTS = {
 }
 
 
+def verify_device(model: torch.nn.Module, **options: Any) -> DeviceReport:
+    """On the CPU: the mock makes no device of its own."""
+    return device_verification.verify_device(model, **{"device": "cpu", **options})
+
+
 def run_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["hf-neuron-moe", "verify-device", *map(str, arguments)])
+    place = () if "--device" in arguments else ("--device", "cpu")
+    monkeypatch.setattr("sys.argv", ["hf-neuron-moe", "verify-device", *map(str, arguments), *place])
     code: Any = 0
     try:
         main()
@@ -311,17 +319,24 @@ def test_precision_is_checked_against_the_chip_before_weights_are_read(
 
 
 def test_a_device_that_does_not_work_is_refused(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the reasons that doctor gives, of the runtime and of the compiler too."""
     machine()
-    with refused(BackendUnavailableError, "this machine", "neuron:7"):
-        verify_device(DENSE.model(), device="neuron:7")
+    with refused(BackendUnavailableError, "this machine", "there is no runtime"):
+        verify_device(DENSE.model(), device=None)
     for name in ("neutron:0", "cuda:0", "meta"):
         with refused(ConfigError, "device"):
             verify_device(DENSE.model(), device=name)
-    absent = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
-    monkeypatch.setattr(torch, "neuron", absent, raising=False)
-    with refused(BackendUnavailableError, "this machine", "no device.*neuron-ls"):
+    present = SimpleNamespace(is_available=lambda: True, device_count=lambda: 4)
+    monkeypatch.setattr(torch, "neuron", present, raising=False)
+    with refused(BackendUnavailableError, "this machine", "no device neuron:7"):
+        verify_device(DENSE.model(), device="neuron:7")
+    monkeypatch.setattr(torch, "neuron", SimpleNamespace(is_available=lambda: False), raising=False)
+    with refused(BackendUnavailableError, "this machine", "no logical core.*neuron-ls"):
+        verify_device(DENSE.model(), device=None)
+    assert verify_device(DENSE.model(), tokens=8).ok
+    monkeypatch.setattr("hf_neuron_moe.device.installed.versions.installed_version", lambda module: None)
+    with refused(BackendUnavailableError, "this machine", "neuron-cc? is missing|neuronx-cc is"):
         verify_device(DENSE.model())
-    assert verify_device(DENSE.model(), device="cpu", tokens=8).ok
 
 
 def test_blocks_without_kernels_are_listed_beside_those_with(machine: Start) -> None:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.device.device_report import BlockResult, DeviceReport
-from hf_neuron_moe.device.device_verification import verify_device
 from hf_neuron_moe.device.tolerances import BOUNDS, compare
 from tests.neuron.double import mlp, moe_backward, moe_forward
 from tests.neuron.double.memory import KernelTensor
 from tests.neuron.small_runs import DENSE, EXPERTS
-from tests.neuron.test_verify_device import run_command
+from tests.neuron.test_verify_device import run_command, verify_device
 
 Start = Callable[..., SimpleNamespace]
 Change = Callable[[list[Tensor]], None]

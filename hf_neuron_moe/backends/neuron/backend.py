@@ -111,7 +111,8 @@ class NeuronBackend(Backend):
         stored = (shape.experts, shape.ordered, shape.dtype, spec.interleaved)
         copies = weight_copy_bytes(self.adapter, block, *stored)
         open_points = (BF16_OPEN,) if block.precision == "bf16" else ()
-        return Support(None, most, copies, (*open_points, *block.notes), block.padded)
+        in_vain = (block.in_vain(shape.experts or 1),) if shape.frozen else ()
+        return Support(None, most, copies, (*open_points, *block.notes, *in_vain), block.padded)
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         most = limits.BF16_TOKENS if stack.gate_up_codes.dim() > 2 else None

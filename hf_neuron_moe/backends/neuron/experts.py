@@ -16,12 +16,19 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, Keep
 from hf_neuron_moe.backends.base import Saved
-from hf_neuron_moe.backends.neuron.fp8_checkpoints import Limits, pack, pack_clamped, unpack, unpack_clamped
+from hf_neuron_moe.backends.neuron.fp8_checkpoints import (
+    Limits,
+    pack,
+    pack_clamped,
+    split_scales,
+    unpack,
+    unpack_clamped,
+)
 from hf_neuron_moe.backends.neuron.gates import PLAIN, kernel_gate
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
 from hf_neuron_moe.backends.neuron.orientation import kernel_weight, pad_axes, split_axes, stock_gradient
-from hf_neuron_moe.backends.neuron.static_plan import Routed, block_count, route, routing_gradient
+from hf_neuron_moe.backends.neuron.static_plan import block_count, plan_blocks, route, routing_gradient
 from hf_neuron_moe.backends.prepared import kept_for
 from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, FFNWeights, Routing
 from hf_neuron_moe.backends.torch.saved import fp8_storage
@@ -128,17 +135,19 @@ class ExpertKernels(Kernels):
 
     def fake_saved(self, x_TH: Tensor, top_k: int, experts: int, block: Block, keep: Keep) -> Saved:
         """Return uninitialized tensors like those that :meth:`forward` keeps."""
-        nothing = x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0)
-        if not keeps_checkpoints(keep):
-            return nothing
         (hidden, inner), size, tokens, blocks = block.padded, block.block_size, x_TH.shape[0], 0
         if not (isinstance(tokens, int) and tokens == 0):
             blocks = block_count(tokens * min(top_k, experts), experts, size, _per_iteration(block))
-        shape = (blocks, 2, inner, size)
+        first, second, third = (x_TH.new_empty(0) for _ in range(3))
+        plan = x_TH.new_empty((blocks, size + 1) if keep.backward else 0, dtype=torch.int32)
         if keep.fp8:
-            return *fp8_storage(x_TH, shape[:-1], size), *fp8_storage(x_TH, (tokens,), block.hidden)
-        down = x_TH.new_empty((blocks, size, hidden)) if self._on_output(block) else nothing[1]
-        return x_TH.new_empty(shape), down, nothing[2], nothing[3]
+            first, scales = fp8_storage(x_TH, (blocks, 2, inner), size)
+            third, of_input = fp8_storage(x_TH, (tokens,), block.hidden)
+            second = x_TH.new_empty(scales.numel() + of_input.numel(), dtype=scales.dtype)
+        elif keeps_checkpoints(keep):
+            first = x_TH.new_empty((blocks, 2, inner, size))
+            second = x_TH.new_empty((blocks, size, hidden)) if self._on_output(block) else second
+        return first, second, third, plan
 
     def prepare(self, experts: Experts) -> None:
         """Make every copy that forward and backward read."""
@@ -162,34 +171,48 @@ class ExpertKernels(Kernels):
         """Whether the affinity multiplies the output: then the backward reads a checkpoint of the down projection."""
         return block.precision == "bf16" and self.adapter.generation("moe_backward") == "2.29"
 
-    def _route(self, routing: Routing, experts: Experts, *, sink: bool) -> Routed:
-        block, each = experts.block, _per_iteration(experts.block)
+    def _route(self, plan_NB1: Tensor, routing: Routing, experts: Experts, *, sink: bool) -> dict[str, Tensor]:
         # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
-        dtype = torch.bfloat16 if block.precision == "bf16" else torch.float32
-        return route(routing, experts.count, block.block_size, sink=sink, per_iteration=each, dtype=dtype)
+        dtype = torch.bfloat16 if experts.block.precision == "bf16" else torch.float32
+        return route(plan_NB1, routing, experts.count, sink=sink, dtype=dtype)._asdict()
 
     def forward(self, x_TH: Tensor, routing: Routing, experts: Experts, keep: Keep) -> tuple[Tensor, Saved]:
-        """Return ``y [T, H]`` and what is kept: gate and up ``[N, 2, I, B]`` and, for 2.29, down ``[N, B, H]``."""
-        saved = self.fake_saved(x_TH, routing.index_TK.shape[1], experts.count, experts.block, keep)
+        """Return ``y [T, H]`` and what is kept.
+
+        That is gate and up ``[N, 2, I, B]``, for 2.29 down ``[N, B, H]``, and the block plan ``[N, B + 1]``. In FP8
+        codes of gate and up, their scales with those of the input behind them, the input's codes, and the plan.
+        """
+        block = experts.block
+        saved = self.fake_saved(x_TH, routing.index_TK.shape[1], experts.count, block, keep)
         if not x_TH.shape[0]:
             return torch.zeros_like(x_TH), saved
-        keeps = keeps_checkpoints(keep)
-        out_TH, checkpoints = self._run_forward(x_TH, routing, experts, checkpoint=keeps, training=kept_for(keep))
-        out_TH = out_TH[:, : experts.block.hidden].contiguous()
-        if not keeps:
-            return out_TH, saved
+        keeps, plan = (
+            keeps_checkpoints(keep),
+            plan_blocks(routing.index_TK, experts.count, block.block_size, _per_iteration(block)),
+        )
+        out_TH, made = self._run_forward(x_TH, (plan, routing), experts, checkpoint=keeps, training=kept_for(keep))
+        out_TH = out_TH[:, : block.hidden].contiguous()
+        first, second, third, unplanned = saved
         if keep.fp8:
-            turn = partial(pack_clamped, limits=experts.limits) if experts.block.gate.clamped else pack
-            return out_TH, (*turn(self._used_slots(checkpoints[0], routing, experts)), *pack(x_TH))
-        down = checkpoints[1] if self._on_output(experts.block) else saved[1]
-        return out_TH, (checkpoints[0], down, saved[2], saved[3])
+            turn = partial(pack_clamped, limits=experts.limits) if block.gate.clamped else pack
+            first, scales = turn(_used_slots(made[0], plan))
+            third, of_input = pack(x_TH)
+            second = torch.cat([scales.flatten(), of_input.flatten()])
+        elif keeps:
+            first, second = made[0], made[1] if self._on_output(block) else second
+        return out_TH, (first, second, third, plan if keep.backward else unplanned)
 
     def _run_forward(
-        self, x_TH: Tensor, routing: Routing, experts: Experts, *, checkpoint: bool, training: bool = True
+        self,
+        x_TH: Tensor,
+        planned: tuple[Tensor, Routing],
+        experts: Experts,
+        *,
+        checkpoint: bool,
+        training: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return y ``[T, H]``, padded, and the checkpoints that the kernel returned, gate and up ``[N, 2, I, B]``."""
         block, tokens, bf16 = experts.block, x_TH.shape[0], experts.block.precision == "bf16"
-        routed = self._route(routing, experts, sink=bf16)
         rows = (tokens + 1 if bf16 else tokens, block.padded[0])  # the sink row is the last one
         options = {"checkpoint": checkpoint, "affinity_on_i": not self._on_output(block)} if bf16 else {}
         name, gating = self._gating(experts, "moe_forward")
@@ -200,23 +223,17 @@ class ExpertKernels(Kernels):
             name,
             hidden_states=pad_axes(x_TH, rows),
             block_size=block.block_size,
-            **routed._asdict(),
+            **self._route(*planned, experts, sink=bf16),
             **self._weights(experts, self._forward_axes(block), training=training),
             **options,
             **gating,
         )
         if checkpoint:
             turned, slots = self.adapter.turned(block.needs[0]), (block.padded[1], block.block_size)
-            expected = (routed.block_to_expert.shape[0], 2, *(slots[::-1] if turned else slots))
+            expected = (planned[0].shape[0], 2, *(slots[::-1] if turned else slots))
             _check_checkpoints(checkpoints, expected)
             checkpoints = [checkpoints[0].mT.contiguous(), *checkpoints[1:]] if turned else checkpoints
         return out_TH[:tokens], checkpoints
-
-    def _used_slots(self, checkpoint_N2IB: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """Zero the slots without a token: they share FP8 groups with others, and no document says what is in them."""
-        ids = self._route(routing, experts, sink=False).token_position_to_id
-        used = (ids >= 0).view(checkpoint_N2IB.shape[0], 1, 1, -1)
-        return torch.where(used, checkpoint_N2IB, 0)
 
     def _gating(self, experts: Experts, name: str) -> tuple[str, dict[str, Any]]:
         """Return the wrapper kernel for the block's gate, and its arguments but for biases; none for a SwiGLU."""
@@ -247,7 +264,7 @@ class ExpertKernels(Kernels):
             down_proj_act_checkpoint=down_ckpt,
             output_hidden_states_grad=pad_axes(dout_TH, rows),
             block_size=block.block_size,
-            **self._route(routing, experts, sink=False)._asdict(),
+            **self._route(saved[3], routing, experts, sink=False),
             **self._weights(experts, _BACKWARD_AXES),
             **gating,
         )
@@ -275,14 +292,20 @@ class ExpertKernels(Kernels):
         """Gate and up, the down projection where the backward reads it, and the input."""
         on_output = self._on_output(experts.block)
         if keep.fp8:
-            x_TH = unpack(saved[2], saved[3])
+            scales, of_input = split_scales(saved[1], saved[0])
+            x_TH = unpack(saved[2], of_input.view(saved[2].shape[0], -1))
             if not on_output:
                 turn = partial(unpack_clamped, limits=experts.limits) if experts.block.gate.clamped else unpack
-                return turn(saved[0], saved[1]), None, x_TH
+                return turn(saved[0], scales), None, x_TH
         elif keeps_checkpoints(keep):
             return saved[0], saved[1] if on_output else None, x_TH
-        _, made = self._run_forward(x_TH, routing, experts, checkpoint=True)
+        _, made = self._run_forward(x_TH, (saved[3], routing), experts, checkpoint=True)
         return made[0], made[1] if on_output else None, x_TH
+
+
+def _used_slots(checkpoint_N2IB: Tensor, plan_NB1: Tensor) -> Tensor:
+    """Zero the slots without a token: they share FP8 groups with others, and no document says what is in them."""
+    return torch.where((plan_NB1[:, :-1] >= 0).view(plan_NB1.shape[0], 1, 1, -1), checkpoint_N2IB, 0)
 
 
 def _with_bias_term(d_affinities: Tensor, dout_TH: Tensor, down_bias: Tensor) -> Tensor:

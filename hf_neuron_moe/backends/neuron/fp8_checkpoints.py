@@ -8,6 +8,8 @@ look at no value and can be traced. C columns, G groups of them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,13 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
 def unpack(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the bf16 values of what :func:`pack` made."""
     return _values(codes, scales).to(torch.bfloat16)
+
+
+def split_scales(both: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales of `codes` ``[..., G]`` and, flat, the rest of `both`, in which they come first."""
+    shape = (*codes.shape[:-1], -(-codes.shape[-1] // GROUP))
+    first = math.prod(shape)
+    return both[:first].view(shape), both[first:]
 
 
 def pack_clamped(rows_N2IB: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,15 @@ class Block:
         dense = (ONE_EXPERT,) if self.blockwise and self.kind == "mlp" else ()
         return (*dense, *gate_notes(self.gate))
 
+    def in_vain(self, experts: int) -> str:
+        """What a report says of this block where its weights are frozen."""
+        weights = 3 if self.gate.gated else 2
+        size = 2 * weights * experts * self.padded[0] * self.padded[1]
+        return (
+            f"its weights are frozen, and no documented backward kernel leaves their gradients out: {weights} of its "
+            f"{2 * weights} products and {size / 2**20:,.1f} MiB of bf16 gradients are made in vain by each call"
+        )
+
     @property
     def padded(self) -> tuple[int, int]:
         """H and I as the kernels get them."""

@@ -23,7 +23,7 @@ from hf_neuron_moe.backends.neuron.gates import (
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, ON_TRN3, Device
 from hf_neuron_moe.backends.neuron.orientation import pad_axes
-from hf_neuron_moe.backends.neuron.static_plan import route
+from hf_neuron_moe.backends.neuron.static_plan import plan_blocks, route
 from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.formats.block_plan import choose_block_size
 from hf_neuron_moe.formats.constants import SwizzleScheme
@@ -83,7 +83,8 @@ class QuantizedKernels(Kernels):
         count, gate = len(stack.down_codes), kernel_gate(stack.gate, trained=False)
         sizes, each = ((256, 512), 1) if wide else ((128, 256, 512), 2)
         block_size = choose_block_size(tokens, top_k, count, choices=sizes, n_block_per_iter=each).block_size
-        routed = route(routing, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
+        plan = plan_blocks(routing.index_TK, count, block_size, each)
+        routed = route(plan, routing, count, sink=True, dtype=torch.bfloat16)
         gate_up_bias, down_bias = _biases(stack, x_TH)
         biases = {"gate_and_up_proj_bias": moe_bias_to_lanes(gate_up_bias), "down_proj_bias": down_bias}
         out, *_ = self.run(

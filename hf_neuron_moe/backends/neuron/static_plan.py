@@ -32,23 +32,30 @@ def block_count(pairs: int, experts: int, block_size: int, per_iteration: int) -
     return -(-blocks // per_iteration) * per_iteration
 
 
-def route(
-    routing: Routing, experts: int, block_size: int, *, sink: bool, per_iteration: int, dtype: torch.dtype
-) -> Routed:
-    """Lay out a routing for the kernels, with affinities of `dtype`; expert ids >= E are other ranks' and take no slot.
+def plan_blocks(index_TK: Tensor, experts: int, block_size: int, per_iteration: int) -> Tensor:
+    """Return int32 ``[N, B + 1]``: the tokens of each block, -1 in unused slots, and its expert.
+
+    Ids >= E are other ranks' and take no slot. A sort of all pairs is behind it, so it is made once and saved.
+    """
+    mask, top_k = expert_mask(index_TK, experts), index_TK.shape[1]
+    plan = build_block_plan(mask, block_size, top_k=top_k, n_block_per_iter=per_iteration, skip_token=True)
+    return torch.cat([plan.token_position_to_id.view(-1, block_size), plan.block_to_expert[:, None]], 1)
+
+
+def route(plan_NB1: Tensor, routing: Routing, experts: int, *, sink: bool, dtype: torch.dtype) -> Routed:
+    """Lay out a routing for the kernels by its :func:`plan_blocks`, with affinities of `dtype`.
 
     The kernels have one slot and one affinity per token and expert. A token that names an expert twice gets the sum of
     both weights, which is what two slots would give: the affinity enters the result as a factor. With `sink`, unused
     slots point at a zero row T behind the tokens, as the bf16 forward documents; without, the kernel skips them.
     """
-    mask, top_k = expert_mask(routing.index_TK, experts), routing.index_TK.shape[1]
-    plan = build_block_plan(mask, block_size, top_k=top_k, n_block_per_iter=per_iteration, skip_token=not sink)
     index, weight_TK = routing.index_TK.long(), routing.weight_TK
     place_TK = torch.where((index >= 0) & (index < experts), index, experts)
     table = weight_TK.new_zeros((index.shape[0], experts + 1), dtype=torch.float32)
     summed_TE = table.scatter_add(1, place_TK, weight_TK.to(torch.float32))[:, :experts]
     affinities = F.pad(summed_TE, (0, 0, 0, int(sink))).reshape(-1, 1).to(dtype)
-    return Routed(affinities, plan.token_position_to_id, plan.block_to_expert[:, None])
+    ids = plan_NB1[:, :-1].reshape(-1)
+    return Routed(affinities, torch.where(ids < 0, index.shape[0], ids) if sink else ids, plan_NB1[:, -1:])
 
 
 def routing_gradient(d_affinities: Tensor, index_TK: Tensor, experts: int, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,6 @@ What it cannot show:
 * Values follow the documents' arithmetic as this package's kernels implement it; the device's accumulation order and
   activation tables are not known. A misreading of the documents that both sides share stays invisible.
 * Argument lists and module paths are those of the public nki-library sources and documents of 2.29 to 2.33; where these
-  leave a choice open (which module has a record), the choice made here is one reading. The MXFP8 expert pair has two
-  generations (``Double(config_pair=True)`` is the later one); which of them a release ships is not settled.
+  leave a choice open (which module has a record), the choice made here is one reading. The MXFP8 expert pair takes a
+  record since 2.33; ``Double(config_pair=False)`` has the arguments of 2.32 there.
 """

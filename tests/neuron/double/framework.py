@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,6 +28,9 @@ class NKIHOPCaller:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kernel = self.kernel
         need(kernel.double.current is None, kernel.where, "wrap_nki launches from torch, not from inside of a kernel")
+        said = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+        agree = kernel.double.release < (2, 33) or said == str(kernel.double.lnc)
+        need(agree, kernel.where, f"NCC_EVRF066: NEURON_LOGICAL_NC_CONFIG is {said}, unlike the launch grid")
         return launch(kernel, self.grid, args, kwargs, kernel.double.lnc, plain=True)
 
 
@@ -63,3 +67,16 @@ def utilities(double: Double) -> dict[str, Any]:
         return double.lnc
 
     return {"get_logical_neuron_cores": get_logical_neuron_cores}
+
+
+def tracking(double: Double) -> dict[str, Any]:
+    """Which operations ran on the CPU since the record was cleared."""
+    seen: list[str] = ["aten::from_before"]
+
+    def clear_op_tracking() -> None:
+        seen.clear()
+
+    def get_fallback_ops() -> list[str]:
+        return [*seen, *double.fallback]
+
+    return {"clear_op_tracking": clear_op_tracking, "get_fallback_ops": get_fallback_ops}

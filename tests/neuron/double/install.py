@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 from hf_neuron_moe.errors import NeuronMoEError
-from tests.neuron.double import mlp, moe_backward, moe_forward, moe_mxfp8, signatures
+from tests.neuron.double import faults, mlp, moe_backward, moe_forward, moe_mxfp8, signatures
 from tests.neuron.double.contract import ContractError, Double, KernelCall, broken
-from tests.neuron.double.framework import make_nki_op, utilities, wrap_nki
+from tests.neuron.double.framework import make_nki_op, tracking, utilities, wrap_nki
 from tests.neuron.double.launch import make_jit, make_simulate
 from tests.neuron.double.memory import Language
 from tests.neuron.double.records import Library, checkpoint_record, variant
@@ -46,12 +46,14 @@ def documented(double: Double, library: Library, name: str, text: str, home: str
             release = ".".join(map(str, double.release))
             raise ContractError(f"{name} of nkilib {release}: {error}") from None
         bound.apply_defaults()
+        faults.before(double, launch, name)
         try:
             result = body(
                 launch, {key: found.default for key, found in whole.parameters.items()} | absent | bound.arguments
             )
         except NeuronMoEError as error:
             raise ContractError(f"{name}: {error}") from error
+        faults.after(double, launch, name, result)
         if not launch.fake:
             double.calls.append(KernelCall(name, dict(bound.arguments)))
         return result
@@ -150,7 +152,7 @@ def framework_tree(double: Double) -> dict[str, dict[str, Any]]:
     """``nki`` and ``torch_neuronx``."""
     nki = {"jit": make_jit(double), "simulate": make_simulate(double), "__version__": VERSIONS["nki"]}
     hop = {"nki_op": make_nki_op(double), "wrap_nki": wrap_nki}
-    neuronx = {**hop, "__version__": VERSIONS["torch-neuronx"]}
+    neuronx = {**hop, **tracking(double), "__version__": double.plugin_version or VERSIONS["torch-neuronx"]}
     language = {name: getattr(Language(double), name) for name in dir(Language(double)) if not name.startswith("_")}
     tree = {"nki": nki, "nki.language": language, "nki.isa": {}}
     if double.plugin:
@@ -190,6 +192,7 @@ def forget() -> None:
 def write_metadata(folder: Path, double: Double) -> None:
     """Distributions as ``importlib.metadata`` reads them."""
     versions = VERSIONS | {"nki-library": f"{double.release[0]}.{double.release[1]}.0"}
+    versions |= {"torch-neuronx": double.plugin_version} if double.plugin_version else {}
     for name, version in versions.items():
         if name == "torch-neuronx" and not double.plugin:
             continue

@@ -110,6 +110,9 @@ def _with_config(double: Double, library: Library, call: Arguments, name: str, w
     """The call with the fields of its configuration record as arguments."""
     config, record, whole = call["config"], getattr(library.pair, name), getattr(library.whole_pair, name)
     need(isinstance(config, record), where, f"config is a {record.__name__}: its default is one dense expert")
+    shape = tuple(call["gate_up_proj_weight"].shape), call["block_size"]
+    need(double.configured.setdefault(id(config), (config, shape))[1] == shape, where, "a record is for one shape")
+    need(call.get("num_valid_tokens") is None, where, "num_valid_tokens is not part of the double")
     names = [field.name for field in fields(whole)]
     known = {name: getattr(config, name) for name in names if name not in double.without}
     defaults = {field.name: field.default for field in fields(whole)}

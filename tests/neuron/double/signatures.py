@@ -188,7 +188,10 @@ _KEPT_MX = (
 def moe_mxfp8_forward(config: bool) -> str:
     """``blockwise_mm_fwd_mxfp8`` of 2.32, or of the later generation with a configuration record."""
     if config:
-        return f"{FIRST}, block_size=4096, config=None, gate_up_weight_scales=None, down_weight_scales=None"
+        return (
+            f"{FIRST}, block_size=4096, config=None, gate_up_weight_scales=None, down_weight_scales=None, "
+            "num_valid_tokens=None"
+        )
     return (
         f"{FIRST}, block_size, {_QUANTIZED}, gate_up_config=None, down_config=None, fp8_x4_dtype=fp8_x4, "
         "spill_reload=False, reuse_spilled_weights=False, use_scale_packing=True, fast_dma_transpose=False, "
