@@ -19,7 +19,7 @@ from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, Routing, Wants
-from hf_neuron_moe.backends.torch import backend, compute
+from hf_neuron_moe.backends.torch import backend, compute, device_products
 from hf_neuron_moe.backends.torch.device_quantize import quantize_, quantize_rows_
 from hf_neuron_moe.backends.torch.device_runs import sort_on_device
 from hf_neuron_moe.backends.torch.experts import sort_pairs
@@ -243,6 +243,21 @@ def test_a_program_traces_it_whole(precision: str) -> None:
     compiled = torch.compile(forward, backend=count, fullgraph=True, dynamic=False)
     assert torch.equal(compiled(*arguments), forward(*arguments))
     assert len(graphs) == 1
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_products_of_an_accelerator(native: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would take: torch's grouped product, and for fp32 sums Triton's, here in its interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    problem = Problem(5, 60, 2, 64, 128)
+    expected = problem.run("torch-grouped", precision)
+    taken = []
+    monkeypatch.setattr(device_products, "_has_borders", lambda operand: taken.append(operand))
+    found = problem.run("torch-grouped", precision)
+    assert len(taken) == 7  # five products with weights, two over rows
+    for mine, theirs in zip(found, expected, strict=True):
+        assert distance(mine, theirs) <= (1e-6 if precision == "fp32" else ONE_ROUNDING)
 
 
 def test_the_environment_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 How an operator multiplies is the device's affair. On CPUs the host has the borders, so these are the products of
 ``grouped_products.py``: with fp32 copies of the operands for fp32 sums, and for all sums where there are no bf16
-instructions. On CUDA a bf16 result is torch's grouped product. It gives no fp32 result: there every group is multiplied
-by itself, and the host waits for the borders.
+instructions. On CUDA a bf16 result is torch's grouped product. It gives no fp32 result, which is a product of
+``backends/triton`` there. Without Triton every group is multiplied by itself, and the host waits for the borders.
 
 Legend: G groups, R rows, N columns of a result, K contraction axis, M rows of a result that sums over rows.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Iterator
 
 import torch
@@ -40,14 +42,18 @@ def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: 
 
     Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group hold anything.
     """
-    if left_RK.is_cpu:
+    if _has_borders(left_RK):
         return _product_on_host(left_RK, weight_GNK, _host_runs(ends_G), dtype)
     if dtype == torch.bfloat16:
         left_RK, weight_GNK = (_padded(part, -1) for part in (left_RK, weight_GNK))
         weight_GKN = _padded(weight_GNK, -2).transpose(1, 2)
         return F.grouped_mm(left_RK, weight_GKN, offs=ends_G)[:, : weight_GNK.shape[1]].contiguous()
+    if _triton_is_there():
+        from hf_neuron_moe.backends.triton import expert_gemm
+
+        return expert_gemm.grouped_product(left_RK, weight_GNK, ends_G, dtype=dtype)
     parts = zip(_each_group(ends_G, left_RK), weight_GNK, strict=True)
-    product = torch.cat([torch.mm(left, weight.t(), out_dtype=dtype) for (left,), weight in parts])
+    product = torch.cat([_multiplied(left, weight.t(), dtype) for (left,), weight in parts])
     return F.pad(product, (0, 0, 0, len(left_RK) - len(product)))
 
 
@@ -59,14 +65,19 @@ def _(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -
 @torch.library.custom_op("hf_neuron_moe::grouped_over_rows", mutates_args=())
 def grouped_over_rows(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``left^T @ right`` of each group's rows ``[G, M, N]``, zeros for a group without any; as above."""
-    if left_RM.is_cpu:
+    if _has_borders(left_RM):
         return _over_rows_on_host(left_RM, right_RN, _host_runs(ends_G), len(ends_G), dtype)
     if dtype == torch.bfloat16:
         left, right = _padded(left_RM, -1), _padded(right_RN, -1)
         product = F.grouped_mm(left.t(), right, offs=ends_G)
         return product[:, : left_RM.shape[1], : right_RN.shape[1]].contiguous()
+    if _triton_is_there():
+        from hf_neuron_moe.backends.triton import expert_gemm
+
+        out_GMN = left_RM.new_empty((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
+        return expert_gemm.weight_gradient(left_RM, right_RN, ends_G, out_GMN)
     parts = _each_group(ends_G, left_RM, right_RN)
-    return torch.stack([torch.mm(left.t(), right, out_dtype=dtype) for left, right in parts])
+    return torch.stack([_multiplied(left.t(), right, dtype) for left, right in parts])
 
 
 @grouped_over_rows.register_fake
@@ -97,6 +108,20 @@ def project_on_device(
     dtype = torch.float32 if sums else loader.compute.operand
     product_RN = grouped_product(left_RK, operand_GNK, runs.ends_G, dtype)
     return product_RN.add_(runs.of_rows(added_GN)) if sums and added_GN is not None else product_RN
+
+
+def _has_borders(operand: Tensor) -> bool:
+    """Whether the host has what lies on the device of `operand`."""
+    return operand.is_cpu
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
 def _product_on_host(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, dtype: torch.dtype) -> Tensor:
