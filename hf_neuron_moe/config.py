@@ -65,8 +65,9 @@ class NeuronMoEConfig:
             A mapping gives blocks their own, by glob over module names: ``{"*": "mxfp8", "model.layers.0.*": "bf16"}``.
             ``"*"`` is needed and holds for blocks that no other glob matches. Every other glob must match a block, and
             those that match the same block must agree.
-        backend: ``"torch"`` computes the kernels' contract with PyTorch on any device, ``"neuron"`` calls nkilib's
-            kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by device.
+        backend: ``"torch"`` computes the kernels' contract with PyTorch on any device, ``"torch-grouped"`` the same
+            with all experts of a layer at once and no value read on the host, ``"neuron"`` calls nkilib's kernels,
+            ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by device.
         weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views; ``"kernel"``
             moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and ``[E, I, H]``).
             ``"auto"`` is ``"stock"`` on the torch backend, and for a model that is patched already, such as a loaded
