@@ -24,6 +24,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
@@ -132,19 +133,23 @@ def build(name: str, kernel: Any, arguments: tuple[Any, ...], constants: dict[st
 
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
     """Return registers per thread and bytes of spills, which ptxas of Triton's wheel prints."""
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    program = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    program = get_ptxas(arch).path  # the one that knows the PTX version of this Triton
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "kernel.ptx"
         source.write_text(ptx)
         command = [program, "-v", f"--gpu-name=sm_{arch}a", source, "-o", source.with_suffix(".cubin")]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{program} refused a kernel for sm_{arch}a ({done.returncode}): {done.stdout}{done.stderr}")
+    text = done.stderr
     registers = max(int(number) for number in re.findall(r"Used (\d+) registers", text))
     return registers, sum(int(number) for number in re.findall(r"(\d+) bytes spill", text))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--arch", type=int, action="append", choices=(80, 90, 100), help="compute capability times ten")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     options = parser.parse_args()

@@ -268,8 +268,7 @@ def test_a_hidden_size_of_384_follows_the_codes_groups() -> None:
 GATED = [name for name, gate in GATES.items() if gate.gated]
 
 
-def biased(stack: MXExpertStack, gate: Gate) -> MXExpertStack:
-    leading = stack.gate_up_codes.shape[:-2]
+def biased(stack: MXExpertStack, gate: Gate, *leading: int) -> MXExpertStack:
     biases = wide(*leading, 2 * stack.inner, seed=8), wide(*leading, stack.hidden, seed=9)
     return replace(stack, gate=gate, gate_up_bias=biases[0], down_bias=biases[1])
 
@@ -292,7 +291,7 @@ def test_gates_and_biases_are_the_patched_block_s_bit_for_bit(name: str, monkeyp
 def test_gradients_through_gates_and_biases(name: str, activations: str) -> None:
     gate, generator = GATES[name], torch.Generator().manual_seed(3)
     gate_up, down = wide(3, 512, 128), wide(3, 128, 256, seed=1)
-    stack = biased(stack_of(gate_up, down, "swizzled", "compact"), gate)
+    stack = biased(stack_of(gate_up, down, "swizzled", "compact"), gate, 3)
     values = [fake_quantize_mx(weight).double() for weight in (gate_up, down)]
     x, index = wide(11, 128, seed=2).requires_grad_(), torch.randint(0, 4, (11, 2), generator=generator)  # 3 is absent
     weights = torch.rand(11, 2, generator=generator).requires_grad_()
@@ -339,3 +338,29 @@ def test_gates_and_biases_that_codes_cannot_have(
     stack = replace(stack_of(wide(512, 128), wide(128, 256, seed=1), "natural", "compact"), **change)
     with refused(kind, argument, expected):
         quantized_network(wide(3, 128), None, None, stack, backend="torch")
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("stored", ["natural", "swizzled", "words", "packed words", "words of e2m1"])
+@pytest.mark.parametrize("activations", ["minimal", "recompute", "fp8"])
+@pytest.mark.parametrize("name", GATED)
+def test_experts_at_once(stored: str, activations: str, name: str) -> None:
+    """The forward is that of one after the other, the backward but for a rounding of each expert's part."""
+    gate_up, down = wide(6, 512, 512), wide(6, 512, 256, seed=1)
+    if "words" in stored:
+        stack = words_of(gate_up, down, "e2m1" if "e2m1" in stored else "e4m3fn", "packed" in stored)[0]
+    else:
+        stack = stack_of(gate_up, down, stored, "compact")
+    stack = biased(stack, GATES[name], 6)
+    draw = torch.Generator().manual_seed(3)
+    index, dout = torch.randint(0, 8, (40, 2), generator=draw), wide(40, 512, seed=4)  # 6 and 7 are of other ranks
+    results = {}
+    for backend in ("torch", "torch-grouped"):
+        x, weights = (
+            wide(40, 512, seed=2).requires_grad_(),
+            torch.rand(40, 2, generator=draw.manual_seed(5)).requires_grad_(),
+        )
+        y = quantized_network(x, index, weights, stack, backend=backend, activations=activations)
+        results[backend] = [y.detach(), *torch.autograd.grad(y, (x, weights), dout)]
+    for found, expected, bound in zip(results["torch-grouped"], results["torch"], (2**-12, 2**-8, 1e-5), strict=True):
+        assert relative(found, expected.double()) <= bound
