@@ -5,6 +5,7 @@
     python benchmarks/blocks.py --isa native                # all that the processor has
     python benchmarks/blocks.py --isa avx2                  # as on a CPU without bf16 instructions
     python benchmarks/blocks.py --isa native --only busy    # with one core occupied by another process
+    python benchmarks/blocks.py --isa native --only many    # many experts: one after another, and all at once
 
 Each instruction set is measured in a process of its own, and ratios are taken within one. Every ratio divides medians
 measured in one run, contestants taking turns in a random order, so that a change of the machine's clock or load hits
@@ -13,6 +14,9 @@ buffers allocated before. Training in bf16 is measured at several numbers of tok
 instructions, elsewhere (where a stock step takes up to minutes) at one. Stock is timed in both its implementations that
 work on a CPU, ``eager`` and ``grouped_mm``; ratios use the faster one. A contestant slower than ``--slow`` seconds runs
 only twice.
+
+Of many experts (cases e, f and g) one patched block is timed three times: as the package chooses, with one expert after
+another (``HF_NEURON_MOE_GROUPED=0``) and with all at once (``1``). All contestants share one set of weights.
 
 Legend: H hidden, I intermediate, E experts, K experts per token, T tokens.
 """
@@ -38,6 +42,7 @@ if str(Path(__file__).resolve().parent) in sys.path:
     sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -48,7 +53,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from benchmarks.setting import Shape, machine, restart_with_isa
 from hf_neuron_moe import NeuronMoEConfig, patch_model
-from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
+from hf_neuron_moe.backends.torch.compute import GROUPED, bf16_matmul_is_fast, environment_option
 from hf_neuron_moe.training import measure_saved_bytes
 
 
@@ -72,11 +77,18 @@ CASES = {
         Case("b", 1024, 3584, 1024, 8, 2),
         Case("c", 512, 256, 2048, 64, 8),
         Case("d", 1024, 4096, 2048),
+        Case("e", 2048, 768, 512, 128, 8),
+        Case("f", 128, 128, 1024, 128, 8),
+        Case("g", 256, 128, 1024, 64, 8),
     )
 }
+MANY = ("e", "f", "g")  # the block of Qwen3-30B-A3B, and small experts
+WAYS = {"chosen": "auto", "one by one": "0", "at once": "1"}
+"""Values of the environment variable ``HF_NEURON_MOE_GROUPED``."""
 DECODE_TOKENS = (1, 8, 32)
 TRAIN_TOKENS = (64, 256, 512, 1024, 2048)
 BUSY_TOKENS = 512
+PARTS = ("train", "decode", "generate", "busy", "many")
 NEW_TOKENS = 24
 GENERATION_LAYERS = 8
 PROGRESS_S = 3.0
@@ -394,6 +406,63 @@ def bench_busy(case: Case, repeats: int, progress: Progress) -> dict[str, Any]:
     return {"case": asdict(case), "times": times, "loss": loss, "best_stock": best}
 
 
+def computed(step: Callable[[], None], way: str) -> Callable[[], None]:
+    """Let `step` compute experts in that way; the variable is otherwise read once in a process."""
+
+    def chosen() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(GROUPED, WAYS[way])
+            environment_option.cache_clear()
+            step()
+        environment_option.cache_clear()
+
+    return chosen
+
+
+def bench_many(case: Case, repeats: int, slow: float, progress: Progress) -> dict[str, Any]:
+    """A training step of many experts in bf16 and mxfp8, in every way of computing them."""
+    inputs = make_inputs(case, case.T, torch.bfloat16)
+    stock = {name: Block(case, torch.bfloat16, name) for name in stock_implementations(case)}
+    first, *others = stock.values()
+    contestants = {f"stock_{name}": train_step(block, inputs) for name, block in stock.items()}
+    for precision in ("bf16", "mxfp8"):
+        patched = patched_block(case, precision)
+        others.append(patched)
+        for way in WAYS:
+            contestants[f"{precision} {way}"] = computed(train_step(patched, inputs), way)
+    for block in others:
+        share_weights(block, first)
+    times = time_in_turns(contestants, repeats, slow, "many experts", progress)
+    medians = {name: entry["median_s"] for name, entry in times.items()}
+    best = min((f"stock_{name}" for name in stock), key=lambda name: medians[name])
+    result = {"case": asdict(case), "times": times, "best_stock": best}
+    for precision in ("bf16", "mxfp8"):
+        chosen, one_by_one = (medians[f"{precision} {way}"] for way in ("chosen", "one by one"))
+        at_once = medians[f"{precision} at once"]
+        result[precision] = {
+            "chosen_over_one_by_one": chosen / one_by_one,
+            "chosen_over_at_once": chosen / at_once,
+            "chosen_over_stock": chosen / medians[best],
+        }
+    return result
+
+
+def many_table(entries: dict[str, Any]) -> Table:
+    table = Table(
+        "shape", "precision", *(f"{way} ms" for way in WAYS), "best stock ms", "chosen/one by one", "chosen/at once",
+        "chosen/stock", title="many experts, forward and backward",
+    )  # fmt: skip
+    for entry in entries.values():
+        best = entry["best_stock"]
+        for precision in ("bf16", "mxfp8"):
+            times = [entry["times"][name]["median_s"] * 1e3 for name in (*(f"{precision} {way}" for way in WAYS), best)]
+            cells = [f"{value:.0f}" for value in times]
+            cells[-1] += f" ({best[6:]})"
+            ratios = [f"{value:.2f}" for value in entry[precision].values()]
+            table.add_row(Case(**entry["case"]).title, precision, *cells, *ratios)
+    return table
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the report as tables, for the parts that were run."""
     console.print(report["machine"])
@@ -405,6 +474,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(generation_table(report["generate"]))
     if report.get("busy"):
         console.print(busy_table(report["busy"]))
+    if report.get("many"):
+        console.print(many_table(report["many"]))
 
 
 def generation_table(entry: dict[str, Any]) -> Table:
@@ -526,7 +597,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
-    parser.add_argument("--only", choices=("train", "decode", "generate", "busy"), help="run one part of the benchmark")
+    parser.add_argument("--only", choices=PARTS, help="run one part of the benchmark")
     parser.add_argument("--tokens", nargs="+", type=int, help="of training in bf16")
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=("bf16", "fp32"), help="of training")
     parser.add_argument("--repeats", type=int, default=7)
@@ -540,13 +611,18 @@ def main() -> None:
     if arguments.isa == "avx2":
         restart_with_isa(arguments.isa)
     progress = Progress(console)
-    report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}, "busy": {}}
+    report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}, "busy": {}, "many": {}}
     native = bf16_matmul_is_fast(torch.device("cpu"))
     if arguments.only in (None, "generate"):
         report["generate"] = bench_generation(arguments.repeats, progress)
     for name in arguments.cases if arguments.only != "generate" else ():
         case = CASES[name]
+        if arguments.only not in ((None, "many") if name in MANY else (None, *PARTS[:-1])):
+            continue
         console.print(f"{case.label} ...")
+        if name in MANY:
+            report["many"][name] = bench_many(case, arguments.repeats, arguments.slow, progress)
+            continue
         if arguments.only in (None, "train"):
             for tokens in arguments.tokens or (TRAIN_TOKENS if native else (case.T,)):
                 dtypes = [dtype for dtype in arguments.dtypes if dtype == "bf16" or tokens == case.T]

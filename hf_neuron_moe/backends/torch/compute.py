@@ -77,9 +77,9 @@ def choose_compute(
 GROUPED = "HF_NEURON_MOE_GROUPED"
 """Environment variable: with ``1`` all experts of a layer are computed at once on every device, with ``0`` on none;
 ``auto`` or unset leaves it to device and sizes."""
-MANY_EXPERTS, SMALL_EXPERT = 32, 1 << 16
-"""On CPUs so many experts of so few elements per projection are computed at once in mxfp8: there the calls of one
-expert after the other take more time than what they compute (``benchmarks/blocks.py``)."""
+MANY_EXPERTS, SMALL_EXPERT, FEW_PAIRS = 32, 1 << 16, 64
+"""On CPUs so many experts of so few elements per projection are computed at once for so few token-expert pairs each:
+there the calls of one expert after the other take more time than what they compute (``benchmarks/blocks.py``)."""
 
 
 def never_waits(device: torch.device) -> bool:
@@ -88,9 +88,9 @@ def never_waits(device: torch.device) -> bool:
     return device.type != "cpu" if option == "auto" else option == "1"
 
 
-def computes_at_once(precision: str, device: torch.device, experts: int, elements: int) -> bool:
+def computes_at_once(device: torch.device, experts: int, elements: int, pairs: int = 0) -> bool:
     """Whether the backend ``"torch"`` computes all experts of a layer at once; `elements` of one projection of one."""
-    small = precision == "mxfp8" and experts >= MANY_EXPERTS and elements <= SMALL_EXPERT
+    small = experts >= MANY_EXPERTS and elements <= SMALL_EXPERT and pairs <= FEW_PAIRS * experts
     return never_waits(device) or (small and environment_option(GROUPED, "auto", "0", "1") == "auto")
 
 

@@ -18,7 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, call_scratch, grouped_operands
+from hf_neuron_moe.backends.torch.compute import (
+    FEW_PAIRS,
+    SMALL_EXPERT,
+    bf16_matmul_is_fast,
+    call_scratch,
+    grouped_operands,
+)
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul_over_rows_into
 from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
 from hf_neuron_moe.backends.torch.experts import Runs
@@ -43,6 +49,10 @@ def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: 
     Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group hold anything.
     """
     if _has_borders(left_RK):
+        if _in_one_call(left_RK, weight_GNK, len(ends_G), dtype):
+            product_RN = F.grouped_mm(left_RK.to(dtype), weight_GNK.to(dtype).transpose(1, 2), offs=ends_G)
+            product_RN[int(ends_G[-1]) :].zero_()
+            return product_RN
         return _product_on_host(left_RK, weight_GNK, _host_runs(ends_G), dtype)
     if dtype == torch.bfloat16:
         left_RK, weight_GNK = (_padded(part, -1) for part in (left_RK, weight_GNK))
@@ -66,6 +76,8 @@ def _(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -
 def grouped_over_rows(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``left^T @ right`` of each group's rows ``[G, M, N]``, zeros for a group without any; as above."""
     if _has_borders(left_RM):
+        if _in_one_call(left_RM, right_RN, len(ends_G), dtype):
+            return F.grouped_mm(left_RM.to(dtype).t(), right_RN.to(dtype), offs=ends_G)
         return _over_rows_on_host(left_RM, right_RN, _host_runs(ends_G), len(ends_G), dtype)
     if dtype == torch.bfloat16:
         left, right = _padded(left_RM, -1), _padded(right_RN, -1)
@@ -124,6 +136,18 @@ def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
+def _in_one_call(left: Tensor, right: Tensor, groups: int, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product is the fastest on the host: of few rows per group it loops faster than Python.
+
+    Small operands are cast for it. It is torch's default product, which large ones in fp32 are not given to.
+    """
+    if dtype not in (left.dtype, torch.float32) or len(left) > FEW_PAIRS * groups:
+        return False
+    largest = right[0].numel() if right.dim() == 3 else left.shape[1] * right.shape[1]
+    fast = bf16_matmul_is_fast(left.device) if dtype == torch.bfloat16 else largest <= SMALL_EXPERT
+    return fast and all(_is_straight(operand) for operand in (left, right))
+
+
 def _product_on_host(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, dtype: torch.dtype) -> Tensor:
     loader = _ready_loader(left_RK)
     native = dtype == torch.bfloat16 and bf16_matmul_is_fast(left_RK.device)
@@ -176,6 +200,9 @@ def _padded(operand: Tensor, axis: int) -> Tensor:
     more = -operand.shape[axis] % _ALIGNED
     if more:
         return F.pad(operand, (0, more) if axis == -1 else (0, 0, 0, more))
+    return operand if _is_straight(operand) else operand.contiguous()
+
+
+def _is_straight(operand: Tensor) -> bool:
     strides = operand.stride()
-    straight = 1 in strides[-2:] and all(stride % _ALIGNED == 0 for stride in strides if stride != 1)
-    return operand if straight else operand.contiguous()
+    return 1 in strides[-2:] and all(stride % _ALIGNED == 0 for stride in strides if stride != 1)

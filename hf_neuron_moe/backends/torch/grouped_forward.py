@@ -125,7 +125,7 @@ class PreActivations:
     """Gate and up of a batch: products of the forward, or of a backward for what was not saved.
 
     Gate, the first columns of up and its others are separate products, whatever is saved: a value has the same bits
-    wherever it is made.
+    wherever it is made. Gate and up are one where both are made in the same calls.
     """
 
     def __init__(
@@ -148,6 +148,11 @@ class PreActivations:
 
         The rows have ones if there is something to add (not in mxfp8). With `missing_only`, what was saved is left out.
         """
+        if (both_G2IH := self._both()) is not None:
+            if not missing_only or self.saved.up is None:
+                self._make("both", x_rH, both_G2IH, None)
+                self.made["gate"], self.made["up"] = self.made.pop("both").chunk(2, dim=1)
+            return
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
         kept_up, (gate_added, up_added) = 0 if self.saved.up is None else self.saved.up.shape[1], self.added
         if gate.shape[1] and not (missing_only and self.saved.gate is not None):
@@ -158,6 +163,21 @@ class PreActivations:
         ):
             if columns.start < columns.stop and not (missing_only and is_saved):
                 self._make(name, x_rH, up[:, columns], None if up_added is None else up_added[:, columns])
+
+    def _both(self) -> Tensor | None:
+        """Return the weight of gate and up where both are made and saved together, and it is read as it lies.
+
+        Not for results in fp32, whose last bits may depend on the number of columns.
+        """
+        weights, saved = self.weights, self.saved
+        if not isinstance(weights, GroupedWeights) or self.batch.on_device is None:
+            return None
+        if self.loader.compute.mx or self.loader.compute.operand == torch.float32:
+            return None
+        apart = self.cut < weights.inner or (saved.gate is None) != (saved.up is None)
+        if apart or weights.interleaved or not weights.gate_GIH.shape[1] or self.added != (None, None):
+            return None
+        return weights.gate_up_G2IH
 
     def _make(self, name: str, x_rH: Tensor, weight_GNH: Operand, added_GN: Tensor | None) -> None:
         loader, runs = self.loader, self.batch.runs
