@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=QWEN3_30B.T)
     parser.add_argument("--layers", type=int, default=4, help="of the model whose whole step is measured")
-    parser.add_argument("--backend", default="torch", help="backend of the patched contestants")
+    parser.add_argument("--backend", default="triton", help="backend of the patched contestants")
     parser.add_argument("--activations", default="minimal", help="what the patched contestants save")
     parser.add_argument("--kernels", action="store_true", help="time the Triton kernels instead")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU; prints no times")

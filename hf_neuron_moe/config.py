@@ -22,6 +22,7 @@ PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = {
     "torch": "hf_neuron_moe.backends.torch.backend:TorchBackend",
     "torch-grouped": "hf_neuron_moe.backends.torch.backend:TorchBackend",
+    "triton": "hf_neuron_moe.backends.triton.backend:TritonBackend",
     "neuron": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
     "nki-sim": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
 }
@@ -30,8 +31,6 @@ DEFAULT_BACKEND = "torch"
 """What computes on devices that :data:`DEVICE_BACKENDS` does not name."""
 DEVICE_BACKENDS = {"neuron": "neuron"}
 """By device type: the backend that ``"auto"`` means there."""
-PLANNED_BACKENDS = {"triton": "CUDA"}
-"""Names that are accepted and then refused as planned, and for what they are planned."""
 FALLBACKS = ("refuse", "torch")
 WEIGHT_LAYOUTS = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
@@ -66,8 +65,9 @@ class NeuronMoEConfig:
             ``"*"`` is needed and holds for blocks that no other glob matches. Every other glob must match a block, and
             those that match the same block must agree.
         backend: ``"torch"`` computes the kernels' contract with PyTorch on any device, ``"torch-grouped"`` the same
-            with all experts of a layer at once and no value read on the host, ``"neuron"`` calls nkilib's kernels,
-            ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by device.
+            with all experts of a layer at once and no value read on the host, ``"triton"`` that with Triton kernels on
+            CUDA, ``"neuron"`` calls nkilib's kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by
+            device, and never ``"triton"``, which no GPU has run.
         weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views; ``"kernel"``
             moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and ``[E, I, H]``).
             ``"auto"`` is ``"stock"`` on the torch backend, and for a model that is patched already, such as a loaded
@@ -105,15 +105,10 @@ class NeuronMoEConfig:
     @public("NeuronMoEConfig")
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", as_precision(self.precision, PRECISIONS))
-        choices = {
-            "backend": ("auto", *BACKENDS, *PLANNED_BACKENDS),
-            "weights": WEIGHT_LAYOUTS,
-            "fallback": FALLBACKS,
-        }
+        choices = {"backend": ("auto", *BACKENDS), "weights": WEIGHT_LAYOUTS, "fallback": FALLBACKS}
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                allowed = tuple(choice for choice in allowed if choice not in PLANNED_BACKENDS)
                 fix = f"Choose one of these.{_hint(name, value, allowed)}"
                 raise ConfigError.about(name, f"one of {', '.join(allowed)}", repr(value), fix)
         object.__setattr__(self, "activations", as_activations(self.activations))

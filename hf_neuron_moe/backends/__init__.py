@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from hf_neuron_moe.config import BACKENDS, DEFAULT_BACKEND, DEVICE_BACKENDS, PLANNED_BACKENDS
+from hf_neuron_moe.config import BACKENDS, DEFAULT_BACKEND, DEVICE_BACKENDS
 from hf_neuron_moe.errors import BackendUnavailableError, not_one_of, public
 
 if TYPE_CHECKING:
@@ -30,15 +30,8 @@ def resolve_backend(name: str, device: torch.device) -> str:
 
     if name == "auto":
         name = DEVICE_BACKENDS.get(device.type, DEFAULT_BACKEND)
-    if name in PLANNED_BACKENDS:
-        expected = f"one that this release implements: {', '.join(['auto', *BACKENDS])}"
-        fix = (
-            f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it computes the "
-            "same contract on any device."
-        )
-        raise BackendUnavailableError.about("backend", expected, f"{name!r}, which is planned", fix)
     if name not in BACKENDS:
-        raise not_one_of("backend", name, ["auto", *BACKENDS, *PLANNED_BACKENDS])
+        raise not_one_of("backend", name, ["auto", *BACKENDS])
     # What a program is traced with was resolved before; imports cannot be traced.
     if torch.compiler.is_compiling():
         return name

@@ -22,7 +22,7 @@ def test_auto_and_torch_resolve_to_torch() -> None:
     assert get_backend("torch").name == "torch"
 
 
-@pytest.mark.parametrize("name", ["neuron", "nki-sim", "triton"])
+@pytest.mark.parametrize("name", ["neuron", "nki-sim"])
 def test_unavailable_backends_say_why(name: str) -> None:
     with refused(BackendUnavailableError, "backend", "Use backend='torch'", got=f"'{name}'"):
         resolve_backend(name, CPU)

@@ -146,8 +146,8 @@ def test_a_backend_that_is_not_here_is_refused_before_anything_is_loaded(
     words = ["--model", str(tmp_path), "--train_files", "none.txt", "--report_to", "none", "--use_cpu", "true"]
     assert finetune.main([*words, "--neuron_backend", "neuron"]) == 2
     assert "got 'neuron': nki is not installed" in capsys.readouterr().err
-    with refused(BackendUnavailableError, "backend", got="'triton'"):
-        check_run(options(tmp_path, neuron_backend="triton"))
+    with refused(BackendUnavailableError, "backend", got="'nki-sim'"):
+        check_run(options(tmp_path, neuron_backend="nki-sim"))
     check_run(options(models["llama"], neuron_backend="neuron", neuron_patch="false"))
 
 

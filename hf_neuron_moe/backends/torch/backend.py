@@ -47,6 +47,7 @@ from hf_neuron_moe.backends.torch.grouped_forward import grouped_forward
 from hf_neuron_moe.backends.torch.quantized import quantized_backward, quantized_forward
 from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.backends.torch.tiles import Loader, make_loader
+from hf_neuron_moe.errors import BackendUnavailableError
 
 
 class TorchBackend:
@@ -68,7 +69,7 @@ class TorchBackend:
         return _BACKENDS[name]
 
     @classmethod
-    def unavailable_reason(cls, name: str) -> None:
+    def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
         return None
 
     @classmethod
@@ -98,10 +99,10 @@ class TorchBackend:
 
     def _on_device(self, device: torch.device) -> bool:
         """Whether no value may be read on the host."""
-        return self.name == "torch-grouped" or never_waits(device)
+        return self.name != "torch" or never_waits(device)
 
     def _at_once(self, device: torch.device, experts: int, elements: int, pairs: int = 0) -> bool:
-        return self.name == "torch-grouped" or computes_at_once(device, experts, elements, pairs)
+        return self.name != "torch" or computes_at_once(device, experts, elements, pairs)
 
     def _rows(self, routing: Routing, down: Tensor, spec: BlockSpec) -> Rows:
         """Return the sorted pairs, borders on the device or on the host."""
@@ -139,7 +140,7 @@ class TorchBackend:
         rows = Rows.of_dense(len(x_SH))
         grouped = GroupedWeights.of_dense(weights)
         loader = _loader(spec, x_SH, rows, grouped, on_device=self._on_device(x_SH.device), lone_384=True)
-        return _forward(x_SH, rows, grouped, loader, keep, gating)
+        return self._forward(x_SH, rows, grouped, loader, keep, gating)
 
     def mlp_backward(
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
@@ -150,7 +151,7 @@ class TorchBackend:
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
         grads = WeightGrads(weights[:3], _dense_views) if wants.weights else None
         biases = BiasGrads(grouped, wants, dout_SH)
-        dx_SH = _way_back(loader, rows)(
+        dx_SH = self._way_back(loader, rows)(
             dout_SH,
             x_SH,
             rows,
@@ -188,7 +189,7 @@ class TorchBackend:
                 out_TH = add_down_bias(out_TH, weights.down_bias, routing)
             return out_TH.to(x_TH.dtype), _nothing(x_TH)
         loader = _loader(spec, x_TH, rows, stack, on_device=on_device)
-        return _forward(x_TH, rows, stack, loader, keep, gating, routing)
+        return self._forward(x_TH, rows, stack, loader, keep, gating, routing)
 
     def experts_backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
@@ -201,7 +202,7 @@ class TorchBackend:
         grads = WeightGrads(weights[:2], partial(_expert_views, spec=spec)) if wants.weights else None
         biases = BiasGrads(stack, wants, dout_TH)
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
-        dx_TH = _way_back(loader, rows)(
+        dx_TH = self._way_back(loader, rows)(
             dout_TH,
             x_TH,
             rows,
@@ -226,6 +227,37 @@ class TorchBackend:
             d_down_bias,
         )
         return cast(ExpertsGrads, tuple(_or_empty(part, x_TH) for part in parts))
+
+    at_once_forward = staticmethod(grouped_forward)
+    at_once_backward: type[DeviceBackward] = DeviceBackward
+
+    def _forward(
+        self,
+        x_TH: Tensor,
+        rows: Rows,
+        weights: GroupedWeights,
+        loader: Loader,
+        keep: Keep,
+        gating: Gating,
+        routing: Routing | None = None,
+    ) -> tuple[Tensor, Saved]:
+        """Compute a block whose forward may have a backward, by bf16 products of whole layers or by tiles."""
+        saved = _storage(x_TH, rows.count, weights.inner, keep, gated=not gating.skip_gate)
+        grouped = rows.on_device is not None or loader.compute.operand == torch.bfloat16
+        forward = grouped_forward if grouped else run_experts_forward
+        if rows.on_device is not None:
+            forward = self.at_once_forward
+        out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner, gating), gating)
+        if weights.down_bias_GH is not None and not (grouped and routing is None):
+            out_TH = add_down_bias(out_TH, weights.down_bias_GH, routing)
+        if keep.fp8:
+            FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x_TH.shape[1]), x_TH)
+        return out_TH.to(x_TH.dtype), saved
+
+    def _way_back(self, loader: Loader, rows: Rows) -> type[BlockBackward]:
+        if rows.on_device is not None:
+            return self.at_once_backward
+        return GroupedBackward if loader.compute.operand == torch.bfloat16 else BlockBackward
 
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
@@ -284,39 +316,12 @@ def _loader(
     return replace(loader, on_device=on_device)
 
 
-def _forward(
-    x_TH: Tensor,
-    rows: Rows,
-    weights: GroupedWeights,
-    loader: Loader,
-    keep: Keep,
-    gating: Gating,
-    routing: Routing | None = None,
-) -> tuple[Tensor, Saved]:
-    """Compute a block whose forward may have a backward, by bf16 products of whole layers or by tiles."""
-    saved = _storage(x_TH, rows.count, weights.inner, keep, gated=not gating.skip_gate)
-    grouped = rows.on_device is not None or loader.compute.operand == torch.bfloat16
-    forward = grouped_forward if grouped else run_experts_forward
-    out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner, gating), gating)
-    if weights.down_bias_GH is not None and not (grouped and routing is None):
-        out_TH = add_down_bias(out_TH, weights.down_bias_GH, routing)
-    if keep.fp8:
-        FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x_TH.shape[1]), x_TH)
-    return out_TH.to(x_TH.dtype), saved
-
-
 def _dense_views(*weights: Tensor) -> GroupedWeights:
     return GroupedWeights.of_dense(FFNWeights(*weights))
 
 
 def _expert_views(*weights: Tensor, spec: BlockSpec) -> ExpertStack:
     return ExpertStack(ExpertWeights(*weights), spec)
-
-
-def _way_back(loader: Loader, rows: Rows) -> type[BlockBackward]:
-    if rows.on_device is not None:
-        return DeviceBackward
-    return GroupedBackward if loader.compute.operand == torch.bfloat16 else BlockBackward
 
 
 def _storage(x: Tensor, rows: int, inner: int, keep: Keep, *, with_input: bool = True, gated: bool = True) -> Saved:

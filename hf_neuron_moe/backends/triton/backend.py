@@ -1,0 +1,263 @@
+"""The backend ``"triton"``: layers of experts by the kernels of this folder, all else as ``"torch-grouped"``.
+
+The kernels compute ``bf16`` and ``mxfp8``. Dense blocks, ``fp32`` and frozen MX weights are torch's operations.
+
+Legend: T tokens, R rows sorted by expert, G experts, H hidden, I intermediate, N columns of a result, K contraction
+axis.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.spec import BlockShape
+from hf_neuron_moe.backends.torch.backend import TorchBackend
+from hf_neuron_moe.backends.torch.device_backward import DeviceBackward
+from hf_neuron_moe.backends.torch.experts import ExpertStack, GroupedWeights, Rows
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, added_to_sums
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
+from hf_neuron_moe.backends.torch.grouped_forward import Batch, ReadyWeights, grouped_forward, sum_over_experts
+from hf_neuron_moe.backends.torch.grouped_products import weight_operand
+from hf_neuron_moe.backends.torch.saved import FP8Gating
+from hf_neuron_moe.backends.torch.tiles import Loader
+from hf_neuron_moe.errors import BackendUnavailableError
+
+_OTHERWISE = "Use backend='torch': it computes the same contract on any device."
+
+
+def _forward(
+    x_TH: Tensor,
+    rows: Rows,
+    weights: GroupedWeights | ReadyWeights,
+    loader: Loader,
+    save: Checkpoints,
+    gating: Gating,
+) -> Tensor:
+    """Compute what ``grouped_forward`` does, and fill `save`."""
+    from hf_neuron_moe.backends.triton.expert_gemm import grouped_product
+    from hf_neuron_moe.backends.triton.gate_epilogue import gate_forward
+
+    assert isinstance(weights, ExpertStack) and rows.on_device is not None and weights.gate_up_G2IH is not None
+    ends_G, precision = rows.on_device.ends_G, _rounding(loader)
+    both_RN = grouped_product(
+        _columns(x_TH, loader),
+        _weight(weights.gate_up_G2IH, loader),
+        ends_G,
+        token_R=rows.token_R,
+        added_EN=_added(weights, gating),
+        dtype=torch.float32 if loader.compute.mx else torch.bfloat16,
+    )
+    gate_RI, up_RI = _halves(both_RN, weights)
+    inter_RI = gate_forward(gate_RI, up_RI, weights.spec.gate, rounding=precision, scale_R=rows.scale_R, saved=save)
+    down = _weight(weights.down_GHI, loader)
+    return sum_over_experts(grouped_product(_columns(inter_RI, loader), down, ends_G, dtype=torch.bfloat16), rows)
+
+
+class TritonBackward(DeviceBackward):
+    """The backward of :func:`_forward`; of ``fp32`` its parent's."""
+
+    def run(self) -> Tensor | None:
+        """Write the gradients that are wanted; return that of the tokens ``[T, H]``."""
+        if self.loader.compute.operand != torch.bfloat16:
+            return super().run()
+        from hf_neuron_moe.backends.triton.expert_gemm import grouped_product
+
+        ends_G, loader, stack = self._runs.ends_G, self.loader, self._stack
+        d_gate_up, inter_RI = self._inner_gradients()
+        by_columns, by_rows = self._quantized(d_gate_up, columns=self.wants_input, rows=self.grads is not None)
+        dx_RH = None
+        if self.wants_input:
+            both_G2IH = stack.both(loader.scratch)
+            if self._rearranged:
+                both_G2IH = self._padded_weights(slice(None), d_gate_up.shape[1])
+            weight_GHN = _weight(both_G2IH.transpose(1, 2), loader)
+            dx_RH = grouped_product(by_columns, weight_GHN, ends_G, dtype=torch.bfloat16)
+        if self.grads is not None:
+            self._bias_grad(d_gate_up)
+            self._put_down(inter_RI[:, : stack.inner])
+            self._put_gate_up(by_rows)
+        return None if dx_RH is None else sum_over_experts(dx_RH, self.rows).to(self.x_TH.dtype)
+
+    def _inner_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of gate and up as one ``[R, N]`` (:meth:`_halves`), and the scaled intermediate."""
+        from hf_neuron_moe.backends.triton.expert_gemm import grouped_product
+        from hf_neuron_moe.backends.triton.gate_epilogue import gate_backward
+
+        loader, rows, stack = self.loader, self.rows, self._stack
+        down_GIH = _weight(stack.down_GHI.transpose(1, 2), loader)
+        dout_TK = _columns(self.dout_TH, loader)
+        d_int_RI = grouped_product(dout_TK, down_GIH, self._runs.ends_G, token_R=rows.token_R)
+        columns = loader.width(stack.inner) * (1 if self.gating.skip_gate else 2)
+        d_gate_up = d_int_RI.new_empty((rows.count, columns), dtype=torch.bfloat16)
+        gate, up = self._halves(d_gate_up)
+        rounding = "fp8" if isinstance(self.gating, FP8Gating) else _rounding(loader)
+        into = (None if self.gating.skip_gate else gate, up)
+        inter_RI, d_scale_R = gate_backward(
+            d_int_RI, self._kept(), stack.spec.gate, into, rounding=rounding, scale_R=rows.scale_R
+        )
+        if self.d_scale_R is not None and d_scale_R is not None:
+            self.d_scale_R.add_(d_scale_R)
+        return d_gate_up, inter_RI
+
+    def _kept(self) -> Checkpoints:
+        """Return what was saved with the whole of gate and up; what is missing is multiplied again."""
+        saved, inner = self.saved, self.weights.inner
+        kept_up = 0 if saved.up is None else saved.up.shape[1]
+        if kept_up == inner and (saved.gate is not None or self.gating.skip_gate):
+            return saved
+        (batch,) = Batch.cut(self.rows, inner)
+        made = {name: values.to(torch.bfloat16) for name, values in self._pre_activations(batch).made.items()}
+        parts = [saved.up, made.get("up"), made.get("up_tail")]
+        up = torch.cat([part for part in parts if isinstance(part, Tensor)], dim=1)
+        return Checkpoints(made.get("gate", saved.gate), up, saved.gate_act, saved.intermediate)
+
+    def _quantized(self, values_RN: Tensor, *, columns: bool, rows: bool) -> tuple[Tensor, Tensor]:
+        """Return an operand of a product along N, and one of a sum over rows; in MX both of one read."""
+        if not self.loader.compute.mx:
+            return values_RN, values_RN
+        from hf_neuron_moe.backends.triton.mx_both_ways import quantize
+
+        by_columns, by_rows = quantize(values_RN, self._blocks if rows else None, values=True, columns=columns)
+        made, sums = (values_RN if part.values is None else part.values for part in (by_columns, by_rows))
+        return made, sums
+
+    @property
+    def _blocks(self) -> tuple[Tensor, int]:
+        assert self.rows.block_size is not None, "rows of experts lie in blocks"
+        return self._runs.ends_G, self.rows.block_size
+
+    def _of_tokens(self, values_TH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return an operand of a sum over rows, and which of its rows are those; in MX they are gathered."""
+        if not self.loader.compute.mx:
+            return values_TH.to(torch.bfloat16), self.rows.token_R
+        from hf_neuron_moe.backends.triton.mx_both_ways import quantize
+
+        by_rows = quantize(values_TH, self._blocks, values=True, columns=False, token_R=self.rows.token_R)[1].values
+        assert by_rows is not None
+        return by_rows, None
+
+    def _sum(
+        self, left: tuple[Tensor, Tensor | None], right: tuple[Tensor, Tensor | None], dtype: torch.dtype
+    ) -> Tensor:
+        """Return ``left^T @ right`` over each expert's rows in the memory order of the weights."""
+        from hf_neuron_moe.backends.triton.expert_gemm import weight_gradient
+
+        (a, a_token_R), (b, b_token_R) = left, right
+        sizes = (b.shape[1], a.shape[1]) if self._stack.spec.transposed else (a.shape[1], b.shape[1])
+        made = a.new_empty((len(self._runs.ends_G), *sizes), dtype=torch.bfloat16 if self.loader.compute.mx else dtype)
+        out_GMN = made.transpose(1, 2) if self._stack.spec.transposed else made
+        weight_gradient(a, b, self._runs.ends_G, out_GMN, tokens=(a_token_R, b_token_R))
+        return made
+
+    def _put_down(self, inter_RI: Tensor) -> None:
+        assert self.grads is not None
+        right = self._quantized(inter_RI, columns=False, rows=True)[1]
+        self.grads.put(1, self._sum(self._of_tokens(self.dout_TH), (right, None), self._stack.stacked.down.dtype))
+
+    def _put_gate_up(self, d_gate_up: Tensor) -> None:
+        assert self.grads is not None
+        stack, inner, tokens = self._stack, self.weights.inner, self._of_tokens(self.x_TH)
+        dtype = stack.stacked.gate_up.dtype
+        padded = d_gate_up.shape[1] != inner * (1 if self.gating.skip_gate else 2)
+        if not padded and (self._in_pairs or not stack.interleaved):
+            self.grads.put(0, self._sum((d_gate_up, None), tokens, dtype))
+            return
+        made = self.grads.grouped()
+        for part, target_GIH in zip(self._halves(d_gate_up), (made.gate_GIH, made.up_GIH), strict=True):
+            if part.shape[1]:
+                sums = self._sum((part[:, :inner], None), tokens, dtype)
+                target_GIH.copy_(sums.transpose(1, 2) if stack.spec.transposed else sums)
+
+
+class TritonBackend(TorchBackend):
+    """Implements :class:`hf_neuron_moe.backends.base.Backend` on CUDA devices. No GPU has run it."""
+
+    at_once_backward = TritonBackward
+
+    @classmethod
+    def instance(cls, name: str) -> TritonBackend:
+        return _BACKEND
+
+    @classmethod
+    def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
+        expected = "one that can run here"
+        if importlib.util.find_spec("triton") is None:
+            fix = f'Install it: pip install "hf-neuron-moe[triton]". {_OTHERWISE}'
+            return BackendUnavailableError.about("backend", expected, "'triton', and Triton is not installed", fix)
+        from hf_neuron_moe.backends.triton.device_functions import INTERPRETED
+
+        if torch.cuda.is_available() or INTERPRETED.value:
+            return None
+        return BackendUnavailableError.about("backend", expected, "'triton' without a CUDA device", _OTHERWISE)
+
+    def describe_products(self, precision: str, device: torch.device, shape: BlockShape | None = None) -> str:
+        if shape is None or shape.experts is None or precision == "fp32":
+            return super().describe_products(precision, device, shape)
+        return "bf16 products of all experts at once by Triton kernels"
+
+    def at_once_forward(
+        self,
+        x_TH: Tensor,
+        rows: Rows,
+        weights: GroupedWeights | ReadyWeights,
+        loader: Loader,
+        save: Checkpoints,
+        gating: Gating = SILU,
+    ) -> Tensor:
+        if loader.compute.operand != torch.bfloat16:
+            return grouped_forward(x_TH, rows, weights, loader, save, gating)
+        return _forward(x_TH, rows, weights, loader, save, gating)
+
+
+_BACKEND = TritonBackend("triton")
+
+
+def _rounding(loader: Loader) -> str:
+    return "mxfp8" if loader.compute.mx else "bf16"
+
+
+def _columns(values_RK: Tensor, loader: Loader) -> Tensor:
+    """Return rows as an operand with K as contraction axis; in MX bf16 values, zero padded."""
+    if not loader.compute.mx:
+        return values_RK.to(torch.bfloat16)
+    from hf_neuron_moe.backends.triton.mx_both_ways import quantize
+
+    values = quantize(values_RK, values=True)[0].values
+    assert values is not None
+    return values
+
+
+def _weight(weight_GNK: Tensor, loader: Loader) -> Tensor:
+    """Return a weight as an operand with K as contraction axis; in MX bf16 values, zero padded."""
+    if not loader.compute.mx:
+        return weight_GNK
+    if weight_GNK.is_contiguous():
+        return _columns(weight_GNK.flatten(0, 1), loader).unflatten(0, weight_GNK.shape[:2])
+    by_column = weight_GNK.stride(2) > weight_GNK.stride(1)
+    return weight_operand(weight_GNK, loader, loader.width(weight_GNK.shape[2]), by_column)
+
+
+def _added(weights: ExpertStack, gating: Gating) -> Tensor | None:
+    """Return what is added to the sums of gate and up, fp32 ``[G, N]`` in the order of their columns."""
+    gate_GI, up_GI = added_to_sums(weights.up_GIH, (weights.gate_bias_GI, weights.up_bias_GI), gating)
+    if gating.skip_gate:
+        return up_GI
+    if gate_GI is None and up_GI is None:
+        return None
+    shape = weights.up_GIH.shape[:2]
+    parts = [
+        weights.up_GIH.new_zeros(shape, dtype=torch.float32) if part is None else part for part in (gate_GI, up_GI)
+    ]
+    return torch.stack(parts, dim=2).flatten(1) if weights.interleaved else torch.cat(parts, dim=1)
+
+
+def _halves(both_RN: Tensor, weights: ExpertStack) -> tuple[Tensor | None, Tensor]:
+    """Return views of gate and up as the weights' columns lie; gate is None where there is none."""
+    if not weights.spec.gate.gated:
+        return None, both_RN
+    if weights.interleaved:
+        return both_RN[:, ::2], both_RN[:, 1::2]
+    return both_RN[:, : weights.inner], both_RN[:, weights.inner :]

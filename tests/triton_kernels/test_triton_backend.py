@@ -1,0 +1,127 @@
+"""Experts of the backend ``"triton"`` have the results of ``"torch-grouped"``: every policy, gate and layout.
+
+The kernels sum in another order. So a rounding to bf16 may lie across a border, and in MXFP8 a code may too: bounds are
+those of one rounding of every value. The forward's gradient of the routing weights is a sum in fp32 of such values.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
+from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.base import BackwardCall
+from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
+from hf_neuron_moe.backends.triton import backend, device_functions, expert_gemm, gate_epilogue, mx_both_ways
+from hf_neuron_moe.errors import BackendUnavailableError
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.triton
+GATES = {
+    "silu": Gate(),
+    "gpt_oss": Gate("swish", 1.702, gate_max=7.0, up_max=7.0, up_min=-7.0, up_offset=1.0),
+    "squared_relu": Gate("squared_relu", gated=False),
+}
+LAYOUTS = ("stock", "transposed", "interleaved")
+NOTHING_TO_INTERLEAVE = ("squared_relu", "interleaved")
+
+
+def run(
+    backend: str, precision: str, policy: str, gate: Gate, *, transposed: bool, interleaved: bool, wants: Wants
+) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    experts, tokens, hidden, inner = 2, 13, 64, 72
+    x, dout = (torch.randn(tokens, hidden, generator=draw).bfloat16() for _ in range(2))
+    shapes = [(experts, (2 if gate.gated else 1) * inner, hidden), (experts, hidden, inner)]
+    gate_up, down = (torch.randn(shape, generator=draw).div(shape[2] ** 0.5).bfloat16() for shape in shapes)
+    biases = [torch.randn(shape[:2], generator=draw) for shape in shapes] if gate.up_offset else [None, None]
+    if transposed:
+        gate_up, down = (part.transpose(1, 2).contiguous() for part in (gate_up, down))
+    index = torch.rand(tokens, experts + 1, generator=draw).topk(2).indices  # the last is another rank's
+    routing = Routing(index, torch.rand(index.shape, generator=draw))
+    spec = BlockSpec(precision, 128, transposed, gate, interleaved)
+    keep, kernels = parse_keep(canonical_keep(policy, precision)), get_backend(backend)
+    weights = ExpertWeights(gate_up, down, *biases)
+    y, saved = kernels.experts_forward(x, routing, weights, spec, keep)
+    return [y, *kernels.experts_backward(dout, x, routing, weights, saved, BackwardCall(spec, keep, wants))]
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("policy", ["minimal", "full", "recompute", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [pair for pair in product(GATES, LAYOUTS) if pair != NOTHING_TO_INTERLEAVE]
+)
+def test_experts_are_those_of_torch_grouped(precision: str, policy: str, layout: str, name: str) -> None:
+    gate = GATES[name]
+    options = {"transposed": layout == "transposed", "interleaved": layout == "interleaved", "wants": Wants()}
+    found, expected = (run(b, precision, policy, gate, **options) for b in ("triton", "torch-grouped"))
+    bound = 2**-8 if precision == "bf16" else 2**-6
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        distance = (mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
+        assert distance <= bound, (number, distance.item())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_every_kernel_takes_part(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    for module in (expert_gemm, gate_epilogue, mx_both_ways):
+        own = module.launch
+
+        def launch(kernel, *arguments, own=own, **constants):
+            launched.append(kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__)
+            own(kernel, *arguments, **constants)
+
+        monkeypatch.setattr(module, "launch", launch)
+    run("triton", precision, "full", Gate(), transposed=False, interleaved=False, wants=Wants())
+    counts = {name: launched.count(name) for name in launched}
+    expected = {"_grouped_product": 4, "_forward": 1, "_backward": 1, "_weight_gradient": 2}
+    if precision == "mxfp8":
+        expected |= {"_quantize": 9, "_weight_gradient": 3}  # gate and up are padded, so they are two sums
+    assert counts == expected
+
+
+def test_only_what_is_wanted() -> None:
+    options = {"transposed": False, "interleaved": False}
+    every = run("triton", "mxfp8", "minimal", Gate(), **options, wants=Wants())
+    some = run("triton", "mxfp8", "minimal", Gate(), **options, wants=Wants(weights=False))
+    assert [part.numel() > 0 for part in some[:5]] == [True, True, True, False, False]
+    for mine, theirs in zip(some[:3], every[:3], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_patched_model_trains() -> None:
+    model = tiny_model("mixtral").bfloat16().train()
+    losses, gradients = [], []
+    for name in ("triton", "torch-grouped"):
+        own = copy.deepcopy(model)
+        report = patch_model(own, NeuronMoEConfig(backend=name))
+        assert ("by Triton kernels" in str(report)) == (name == "triton")
+        tokens = torch.arange(12)[None] % own.config.vocab_size
+        loss = own(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([part.grad.double().flatten() for part in own.parameters()]))
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)
+    assert (gradients[0] - gradients[1]).norm() <= 2**-6 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("reason", ["not installed", "without a CUDA device"])
+def test_where_it_cannot_run_it_says_so(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if reason == "not installed":
+        monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(device_functions.INTERPRETED, "value", False)
+    with pytest.raises(BackendUnavailableError, match=reason):
+        resolve_backend("triton", torch.device("cpu"))
