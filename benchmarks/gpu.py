@@ -228,14 +228,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=QWEN3_30B.T)
     parser.add_argument("--layers", type=int, default=4, help="of the model whose whole step is measured")
-    parser.add_argument("--backend", default="triton", help="backend of the patched contestants")
+    parser.add_argument("--backend", help="of the patched contestants; triton, on the CPU torch-grouped")
     parser.add_argument("--activations", default="minimal", help="what the patched contestants save")
     parser.add_argument("--kernels", action="store_true", help="time the Triton kernels instead")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU; prints no times")
     arguments = parser.parse_args()
     if not arguments.dry_run and not torch.cuda.is_available():
         sys.exit(NO_GPU)
-    options = {"backend": arguments.backend, "activations": arguments.activations}
+    backend = arguments.backend or ("torch-grouped" if arguments.dry_run else "triton")
+    options = {"backend": backend, "activations": arguments.activations}
     report: dict[str, Any] = {"machine": machine(), "options": options, "dry_run": arguments.dry_run}
     if arguments.dry_run:
         print("Dry run on the CPU: tiny sizes, no times.")
