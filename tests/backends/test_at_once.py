@@ -198,7 +198,7 @@ class TestCounts:
         by_tiles = counted(layer.patched("torch", precision, "minimal"))
         assert by_tiles["operations"] > 4 * counts["operations"] and by_tiles["host_synchronizations"] > 0
 
-    @pytest.mark.parametrize("precision", MOST)
+    @pytest.mark.parametrize("precision", PRECISIONS)
     def test_peak_memory(self, layer: Layer, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: False)  # else ``torch`` has no tiles
         monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
