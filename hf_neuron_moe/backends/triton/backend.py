@@ -9,6 +9,7 @@ axis.
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ from hf_neuron_moe.backends.torch.experts import ExpertStack, GroupedWeights, Ro
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, added_to_sums
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.grouped_forward import Batch, ReadyWeights, grouped_forward, sum_over_experts
-from hf_neuron_moe.backends.torch.grouped_products import weight_operand
 from hf_neuron_moe.backends.torch.saved import FP8Gating
 from hf_neuron_moe.backends.torch.tiles import Loader
 from hf_neuron_moe.errors import BackendUnavailableError
+from hf_neuron_moe.formats.constants import MX_BLOCK
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.backends.triton.expert_gemm import Operand
 
 _OTHERWISE = "Use backend='torch': it computes the same contract on any device."
 
@@ -63,23 +67,25 @@ class TritonBackward(DeviceBackward):
         """Write the gradients that are wanted; return that of the tokens ``[T, H]``."""
         if self.loader.compute.operand != torch.bfloat16:
             return super().run()
-        from hf_neuron_moe.backends.triton.expert_gemm import grouped_product
-
-        ends_G, loader, stack = self._runs.ends_G, self.loader, self._stack
         d_gate_up, inter_RI = self._inner_gradients()
-        by_columns, by_rows = self._quantized(d_gate_up, columns=self.wants_input, rows=self.grads is not None)
-        dx_RH = None
-        if self.wants_input:
-            both_G2IH = stack.both(loader.scratch)
-            if self._rearranged:
-                both_G2IH = self._padded_weights(slice(None), d_gate_up.shape[1])
-            weight_GHN = _weight(both_G2IH.transpose(1, 2), loader)
-            dx_RH = grouped_product(by_columns, weight_GHN, ends_G, dtype=torch.bfloat16)
+        both = d_gate_up.shape[1] == self.weights.inner * (1 if self.gating.skip_gate else 2)
+        as_one = self.grads is not None and both and (self._in_pairs or not self._stack.interleaved)
+        by_columns, by_rows = self._quantized(d_gate_up, columns=self.wants_input, rows=as_one)
+        dx_RH = self._input_gradient(by_columns, d_gate_up.shape[1]) if self.wants_input else None
+        del by_columns
         if self.grads is not None:
             self._bias_grad(d_gate_up)
-            self._put_down(inter_RI[:, : stack.inner])
-            self._put_gate_up(by_rows)
+            self._put_down(inter_RI[:, : self.weights.inner])
+            self._put_gate_up(d_gate_up, by_rows if as_one else None)
         return None if dx_RH is None else sum_over_experts(dx_RH, self.rows).to(self.x_TH.dtype)
+
+    def _input_gradient(self, d_gate_up: Operand, columns: int) -> Tensor:
+        from hf_neuron_moe.backends.triton.expert_gemm import grouped_product
+
+        both_G2IH = self._padded_weights(slice(None), columns) if self._rearranged else self._stack.gate_up_G2IH
+        assert both_G2IH is not None
+        weight_GHN = _weight(both_G2IH.transpose(1, 2), self.loader)
+        return grouped_product(d_gate_up, weight_GHN, self._runs.ends_G, dtype=torch.bfloat16)
 
     def _inner_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up as one ``[R, N]`` (:meth:`_halves`), and the scaled intermediate."""
@@ -114,62 +120,59 @@ class TritonBackward(DeviceBackward):
         up = torch.cat([part for part in parts if isinstance(part, Tensor)], dim=1)
         return Checkpoints(made.get("gate", saved.gate), up, saved.gate_act, saved.intermediate)
 
-    def _quantized(self, values_RN: Tensor, *, columns: bool, rows: bool) -> tuple[Tensor, Tensor]:
+    def _quantized(self, values_RN: Tensor, *, columns: bool, rows: bool) -> tuple[Operand, Operand]:
         """Return an operand of a product along N, and one of a sum over rows; in MX both of one read."""
-        if not self.loader.compute.mx:
+        if not self.loader.compute.mx or not (columns or rows):
             return values_RN, values_RN
         from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 
-        by_columns, by_rows = quantize(values_RN, self._blocks if rows else None, values=True, columns=columns)
-        made, sums = (values_RN if part.values is None else part.values for part in (by_columns, by_rows))
-        return made, sums
+        of_rows, values = self._blocks if rows else None, not multiplies_codes(values_RN.device)
+        return quantize(values_RN, of_rows, values=values, columns=columns)
 
     @property
     def _blocks(self) -> tuple[Tensor, int]:
         assert self.rows.block_size is not None, "rows of experts lie in blocks"
         return self._runs.ends_G, self.rows.block_size
 
-    def _of_tokens(self, values_TH: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _of_tokens(self, values_TH: Tensor) -> tuple[Operand, Tensor | None]:
         """Return an operand of a sum over rows, and which of its rows are those; in MX they are gathered."""
         if not self.loader.compute.mx:
             return values_TH.to(torch.bfloat16), self.rows.token_R
         from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 
-        by_rows = quantize(values_TH, self._blocks, values=True, columns=False, token_R=self.rows.token_R)[1].values
-        assert by_rows is not None
-        return by_rows, None
+        values, token_R = not multiplies_codes(values_TH.device), self.rows.token_R
+        return quantize(values_TH, self._blocks, values=values, columns=False, token_R=token_R)[1], None
 
-    def _sum(
-        self, left: tuple[Tensor, Tensor | None], right: tuple[Tensor, Tensor | None], dtype: torch.dtype
-    ) -> Tensor:
-        """Return ``left^T @ right`` over each expert's rows in the memory order of the weights."""
+    def _sum(self, left: tuple[Operand, Tensor | None], right: tuple[Operand, Tensor | None], like: Tensor) -> Tensor:
+        """Return ``left^T @ right`` over each expert's rows, of the shape of `like` and as the weights lie."""
         from hf_neuron_moe.backends.triton.expert_gemm import weight_gradient
 
         (a, a_token_R), (b, b_token_R) = left, right
-        sizes = (b.shape[1], a.shape[1]) if self._stack.spec.transposed else (a.shape[1], b.shape[1])
-        made = a.new_empty((len(self._runs.ends_G), *sizes), dtype=torch.bfloat16 if self.loader.compute.mx else dtype)
+        made = torch.empty_like(like, dtype=torch.bfloat16 if self.loader.compute.mx else like.dtype)
         out_GMN = made.transpose(1, 2) if self._stack.spec.transposed else made
-        weight_gradient(a, b, self._runs.ends_G, out_GMN, tokens=(a_token_R, b_token_R))
+        tokens, block_size = (a_token_R, b_token_R), self.rows.block_size or MX_BLOCK
+        weight_gradient(a, b, self._runs.ends_G, out_GMN, tokens=tokens, block_size=block_size)
         return made
 
     def _put_down(self, inter_RI: Tensor) -> None:
         assert self.grads is not None
         right = self._quantized(inter_RI, columns=False, rows=True)[1]
-        self.grads.put(1, self._sum(self._of_tokens(self.dout_TH), (right, None), self._stack.stacked.down.dtype))
+        self.grads.put(1, self._sum(self._of_tokens(self.dout_TH), (right, None), self._stack.stacked.down))
 
-    def _put_gate_up(self, d_gate_up: Tensor) -> None:
+    def _put_gate_up(self, d_gate_up: Tensor, as_one: Operand | None) -> None:
+        """Write the gradient from `as_one`, or from gate's and up's part apart where these are padded or rearranged."""
         assert self.grads is not None
-        stack, inner, tokens = self._stack, self.weights.inner, self._of_tokens(self.x_TH)
-        dtype = stack.stacked.gate_up.dtype
-        padded = d_gate_up.shape[1] != inner * (1 if self.gating.skip_gate else 2)
-        if not padded and (self._in_pairs or not stack.interleaved):
-            self.grads.put(0, self._sum((d_gate_up, None), tokens, dtype))
+        weight, tokens = self._stack.stacked.gate_up, self._of_tokens(self.x_TH)
+        if as_one is not None:
+            self.grads.put(0, self._sum((as_one, None), tokens, weight))
             return
-        made = self.grads.grouped()
+        made, transposed = self.grads.grouped(), self._stack.spec.transposed
         for part, target_GIH in zip(self._halves(d_gate_up), (made.gate_GIH, made.up_GIH), strict=True):
             if part.shape[1]:
-                sums = self._sum((part[:, :inner], None), tokens, dtype)
-                target_GIH.copy_(sums.transpose(1, 2) if stack.spec.transposed else sums)
+                left = self._quantized(part[:, : self.weights.inner], columns=False, rows=True)[1]
+                like = (target_GIH.transpose(1, 2) if transposed else target_GIH).contiguous()
+                sums = self._sum((left, None), tokens, like)
+                target_GIH.copy_(sums.transpose(1, 2) if transposed else sums)
 
 
 class TritonBackend(TorchBackend):
@@ -219,25 +222,23 @@ def _rounding(loader: Loader) -> str:
     return "mxfp8" if loader.compute.mx else "bf16"
 
 
-def _columns(values_RK: Tensor, loader: Loader) -> Tensor:
-    """Return rows as an operand with K as contraction axis; in MX bf16 values, zero padded."""
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether `device` multiplies MX codes itself: Blackwell. Elsewhere their bf16 values are multiplied."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
+def _columns(values_RK: Tensor, loader: Loader) -> Operand:
+    """Return rows as an operand with K as contraction axis."""
     if not loader.compute.mx:
         return values_RK.to(torch.bfloat16)
     from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 
-    values = quantize(values_RK, values=True)[0].values
-    assert values is not None
-    return values
+    return quantize(values_RK, values=not multiplies_codes(values_RK.device))[0]
 
 
-def _weight(weight_GNK: Tensor, loader: Loader) -> Tensor:
-    """Return a weight as an operand with K as contraction axis; in MX bf16 values, zero padded."""
-    if not loader.compute.mx:
-        return weight_GNK
-    if weight_GNK.is_contiguous():
-        return _columns(weight_GNK.flatten(0, 1), loader).unflatten(0, weight_GNK.shape[:2])
-    by_column = weight_GNK.stride(2) > weight_GNK.stride(1)
-    return weight_operand(weight_GNK, loader, loader.width(weight_GNK.shape[2]), by_column)
+def _weight(weight_GNK: Tensor, loader: Loader) -> Operand:
+    """Return a weight as an operand with K as contraction axis; in MX a copy is in K's order first."""
+    return _columns(weight_GNK.contiguous().flatten(0, 1), loader) if loader.compute.mx else weight_GNK
 
 
 def _added(weights: ExpertStack, gating: Gating) -> Tensor | None:
