@@ -72,7 +72,7 @@ def test_experts_are_those_of_torch_grouped(precision: str, policy: str, layout:
         assert distance <= bound, (number, distance.item())
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("gate", [Gate(), Gate("squared_relu", gated=False)], ids=["gated", "plain"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
