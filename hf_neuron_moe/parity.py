@@ -207,6 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
         tokens=asked.tokens,
     )
     needed, started = trial.batches * trial.layout.get("tp", 1), int(os.environ.get("WORLD_SIZE", "1"))
+    if needed % trial.layout.get("ep", 1):
+        parser.error(f"ep must divide tp x fsdp x dp_replicate = {needed}, got {trial.layout['ep']}: it adds no process")
     if started != needed:
         parser.error(f"this --layout takes {needed} processes, got {started}: use torchrun --nproc-per-node {needed}")
     if trial.rows % trial.batches:
@@ -220,7 +222,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     lines = [json.dumps(asdict(result))] if asked.json else list(_rows(result))
     sys.stdout.write("\n".join(lines) + "\n")
-    return int(max(result.loss, result.worst[1]) > asked.tolerance)
+    if max(result.loss, result.worst[1]) <= asked.tolerance:
+        return 0
+    sys.stderr.write(f"More than --tolerance {asked.tolerance}. Precisions that round need a larger one.\n")
+    return 1
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class LayoutError(ConfigError):
 def refused_layout(layout: Layout, reason: str) -> LayoutError:
     """Return the error for a layout that transformers does not accept."""
     fix = "Change the sizes; `hf-neuron-moe estimate MODEL --fit 24GiB --devices N` finds some that work."
-    error = LayoutError.about("layout", "one that transformers can run", f"{layout} ({reason.rstrip('.')})", fix)
+    error = LayoutError.about("the layout", "one that transformers can run", f"{layout} ({reason.rstrip('.')})", fix)
     error.reason = reason
     return error
 

@@ -194,7 +194,8 @@ class TritonBackend(TorchBackend):
 
         if torch.cuda.is_available() or INTERPRETED.value:
             return None
-        return BackendUnavailableError.about("backend", expected, "'triton' without a CUDA device", _OTHERWISE)
+        fix = f"{_OTHERWISE} TRITON_INTERPRET=1, set before Python starts, runs small blocks in Triton's interpreter."
+        return BackendUnavailableError.about("backend", expected, "'triton' without a CUDA device", fix)
 
     def describe_products(self, precision: str, device: torch.device, shape: BlockShape | None = None) -> str:
         if shape is None or shape.experts is None or precision == "fp32":
