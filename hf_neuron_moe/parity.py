@@ -207,8 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
         tokens=asked.tokens,
     )
     needed, started = trial.batches * trial.layout.get("tp", 1), int(os.environ.get("WORLD_SIZE", "1"))
-    if needed % trial.layout.get("ep", 1):
-        parser.error(f"ep must divide tp x fsdp x dp_replicate = {needed}, got {trial.layout['ep']}: it adds no process")
+    if needed % (ep := trial.layout.get("ep", 1)):
+        parser.error(f"ep must divide tp x fsdp x dp_replicate = {needed}, got {ep}: it adds no processes")
     if started != needed:
         parser.error(f"this --layout takes {needed} processes, got {started}: use torchrun --nproc-per-node {needed}")
     if trial.rows % trial.batches:

@@ -165,15 +165,19 @@ def test_weights_that_transformers_loads_wrongly_are_refused(four: Results) -> N
 
 
 @pytest.mark.parametrize(
-    ("started", "message"),
-    [("1", "takes 8 processes, got 1: use torchrun --nproc-per-node 8"), ("8", "--rows must be a multiple of")],
+    ("started", "layout", "message"),
+    [
+        ("1", "fsdp=8,ep=2", "takes 8 processes, got 1: use torchrun --nproc-per-node 8"),
+        ("8", "fsdp=8,ep=2", "--rows must be a multiple of"),
+        ("2", "ep=2", "ep must divide tp x fsdp x dp_replicate = 1, got 2: it adds no processes"),
+    ],
 )
 def test_parity_names_the_processes_and_rows_that_a_layout_takes(
-    started: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: str, layout: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", started)
     with pytest.raises(SystemExit):
-        parity.main(["folder", "--layout", "fsdp=8,ep=2"])
+        parity.main(["folder", "--layout", layout])
     assert message in capsys.readouterr().err
 
 
