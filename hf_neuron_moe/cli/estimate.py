@@ -240,6 +240,8 @@ def _show(result: TrainingEstimate, title: str) -> None:
         console.print(text, soft_wrap=True)
 
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file has no edge
     share = "" if result.trainable == result.parameters else f" ({result.trainable:,} trained)"
     line(f"{title}: {result.parameters:,} parameters{share}, {result.patched} blocks patched")
     checkpointing = ", gradient checkpointing" if result.gradient_checkpointing else ""
