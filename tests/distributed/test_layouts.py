@@ -183,11 +183,13 @@ def test_every_other_cell(processes: int, request: pytest.FixtureRequest, repo_r
     if not request.config.getoption("--all-layouts"):
         pytest.skip("--all-layouts runs it")
     layouts, done = (cells.TWO, cells.CORE + cells.ALWAYS) if processes == 2 else (cells.FOUR, cells.ALWAYS_FOUR)
-    chosen = cells.rest(layouts, done)
-    results, wrong = run(repo_root, tmp_path, chosen, processes), {}
-    for each in chosen:
-        try:
-            check(each, results)
-        except AssertionError as error:
-            wrong[each["name"]] = str(error)
+    wrong = {}
+    for model in cells.MODELS:  # in processes of its own: every mesh leaves threads that wake up all the time
+        chosen = [each for each in cells.rest(layouts, done) if each["model"] == model]
+        results = run(repo_root, tmp_path / model, chosen, processes)
+        for each in chosen:
+            try:
+                check(each, results)
+            except AssertionError as error:
+                wrong[each["name"]] = str(error)
     assert not wrong
