@@ -125,6 +125,9 @@ def test_only_the_files_of_the_index_are_fetched(checkpoint, tmp_path, monkeypat
     assert [name for name in asked[1][0] if name.endswith("safetensors")] == shards == weights_of(plain)
     assert not [name for name in asked[0][0] if name.endswith("safetensors")]
     assert all("original/*" in ignored for _, ignored in asked)
+    asked.clear()
+    assert resolve_source("some-org/tiny", weights=False) == snapshot
+    assert [wanted for wanted, _ in asked] == [["config.json"]]
     assert weights_of(checkpoint("llama")) == ["model.safetensors"]
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from hf_neuron_moe import parity, patch_model
 from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.patching import api
 from hf_neuron_moe.patching.apply import report_of
+from hf_neuron_moe.patching.routing_replay import _Deciding
 from hf_neuron_moe.training.figures import logs_of
 from hf_neuron_moe.training.metrics import TrainingMonitor
 from tests.tiny_models import tiny_model
@@ -60,6 +62,9 @@ APART = 2.0
 """Seconds for a rank that patched another model."""
 
 
+Known = dict[str, tuple[parity.Run, list[Tensor]]]
+
+
 def checkpoint(home: Path, name: str) -> str:
     """Return the folder of a tiny model, made by the first process."""
     folder = home / name
@@ -83,26 +88,57 @@ def to_first_experts(model: nn.Module) -> nn.Module:
     return model
 
 
-def trained(cell: dict[str, Any], trial: parity.Trial, known: dict[str, parity.Run]) -> dict[str, Any]:
+class SameRouting(_Deciding):
+    """Keeps what routers choose in the run of one process, and gives the other runs their part of it.
+
+    Scores are each run's own, and so are the weights made of them. But a nearly tied token takes the same expert: if it
+    took another one, gradients would differ by a whole token's share, which no rounding bounds (one token of 64 is up
+    to 0.25 of a router's gradient, where roundings make 0.006). In fp32 nothing may want to choose otherwise.
+    """
+
+    def __init__(self, chosen: list[Tensor] | None, part: int = 0, parts: int = 1) -> None:
+        super().__init__([])
+        self.known, self.part, self.parts = chosen, part, parts
+        self.chosen: list[Tensor] = []
+        self.changed = 0
+
+    def decide(self, kind: str, scores: Tensor, dim: int, choose: Callable[[], Tensor]) -> Tensor:
+        own = choose()
+        kept = own if self.known is None else self.known[len(self.chosen)].chunk(self.parts)[self.part]
+        assert kept.shape == own.shape, (kind, kept.shape, own.shape)
+        self.chosen.append(kept)
+        self.changed += int((kept.sort().values != own.sort().values).sum())
+        return kept
+
+
+def trained(cell: dict[str, Any], trial: parity.Trial, known: Known) -> dict[str, Any]:
     """Compare losses and gradients."""
-    expected = exact = None
-    if dist.get_rank() == 0:
-        expected = alone(cell, trial, known)
-        if cell["precision"] in ("bf16", "mxfp8"):
-            exact = alone({**cell, "precision": "fp32"}, replace(trial, patch={"precision": "fp32"}), known)
-    found = parity.tried(trial, expected)
-    if found is None or expected is None:
+    rank, parts = dist.get_rank(), trial.batches
+    told: list[Any] = [None]
+    if rank == 0:
+        expected, told[0] = alone(cell, trial, known)
+    dist.broadcast_object_list(told)
+    chosen, part = told[0], rank // trial.layout.get("tp", 1)
+    model = parity.load(trial, distributed=True)
+    with SameRouting(chosen, part, parts) as routing:
+        actual = parity.train(trial, model, part, parts)
+    assert len(routing.chosen) == len(chosen)
+    assert cell["precision"] != "fp32" or not routing.changed, f"{routing.changed} choices differ in fp32"
+    if rank:
         return {}
+    found = parity.compare(expected, actual)
     result = {"loss": found.loss, "worst": found.worst, "gradients": found.gradients}
     if cell["precision"] is None:
         return result
     limits, shares, rounding = [parity.Comparison(FP32, dict.fromkeys(found.gradients, FP32), [])], 1, 2**-24
-    if exact is not None:
+    if cell["precision"] in ("bf16", "mxfp8"):
+        other = {**cell, "precision": "fp32", "routing": cell["precision"]}
+        exact, _ = alone(other, replace(trial, patch={"precision": "fp32"}), known, chosen)
         limits, shares, rounding = [parity.compare(exact, expected)], trial.layout.get("tp", 1), 2**-9
     if not within(found, limits[0], shares):
         for seed in range(DRAWS):
             moved = functools.partial(moved_weights, trial, rounding, seed)
-            run = alone({**cell, "moved": seed}, replace(trial, prepare=moved), known)
+            run, _ = alone({**cell, "moved": seed}, replace(trial, prepare=moved), known, chosen)
             limits.append(parity.compare(run, expected))
     result |= {"loss_of_format": max(each.loss for each in limits)}
     return result | {"of_format": {name: max(each.gradients[name] for each in limits) for name in found.gradients}}
@@ -123,12 +159,14 @@ def moved_weights(trial: parity.Trial, rounding: float, seed: int, model: nn.Mod
     return model if trial.prepare is None else trial.prepare(model)
 
 
-def alone(cell: dict[str, Any], trial: parity.Trial, known: dict[str, parity.Run]) -> parity.Run:
-    """Return the run on one process, the same for all layouts."""
+def alone(cell: dict[str, Any], trial: parity.Trial, known: Known, chosen: list[Tensor] | None = None) -> Any:
+    """Return the run on one process and what its routers chose, the same for all layouts."""
     apart = ("name", "layout", "plan", "exchange")
     key = json.dumps({name: value for name, value in cell.items() if name not in apart}, sort_keys=True)
     if key not in known:
-        known[key] = parity.train(trial, parity.load(trial, distributed=False))
+        model = parity.load(trial, distributed=False)
+        with SameRouting(chosen) as routing:
+            known[key] = (parity.train(trial, model), routing.chosen)
     return known[key]
 
 
@@ -227,7 +265,7 @@ def budgeted(cell: dict[str, Any], trial: parity.Trial) -> dict[str, Any]:
     return {"ranks": everyones}
 
 
-def run(cell: dict[str, Any], home: Path, known: dict[str, parity.Run]) -> dict[str, Any]:
+def run(cell: dict[str, Any], home: Path, known: Known) -> dict[str, Any]:
     """Return what a cell comes to on this process."""
     patch = None if cell.get("precision") is None else {"precision": cell["precision"], **cell.get("options", {})}
     trial = parity.Trial(
@@ -267,7 +305,7 @@ def main(folder: Path) -> None:
         "gloo", os.environ["RENDEZVOUS"], rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     api.APART_SECONDS = APART
-    known: dict[str, parity.Run] = {}
+    known: Known = {}
     results = {}
     for cell in cells:
         started = time.monotonic()

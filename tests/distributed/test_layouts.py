@@ -21,9 +21,9 @@ from tests.shared_runs import made_once
 DRIVER = "tests.distributed.layout_driver"
 OF_FORMAT = 1.0
 """The layout changes the last bits of a block's input, which makes some values round the other way. Each is then off by
-what the format's own rounding is, once for each process that rounds its share of a block's result. A token that is
-nearly tied may take another expert then, and steps drift apart. So where a layout is farther off, the limit is how far
-one process is whose weights were moved by a rounding."""
+what the format's own rounding is, once for each process that rounds its share of a block's result. Gradients that
+nearly cancel magnify that: one process in fp32 is 1e-5 from float64 for scalars of DeepSeek-V4, 150 roundings. So where
+a layout is farther off, the limit is how far one process is whose weights were moved by a rounding."""
 ROUNDINGS = 2.5e-3
 """A process rounds its share of a sum to bf16; the norm of one such rounding of random values is 1.7e-3 or less."""
 
@@ -187,11 +187,13 @@ def test_every_other_cell(processes: int, request: pytest.FixtureRequest, repo_r
     if not request.config.getoption("--all-layouts"):
         pytest.skip("--all-layouts runs it")
     layouts, done = (cells.TWO, cells.CORE + cells.ALWAYS) if processes == 2 else (cells.FOUR, cells.ALWAYS_FOUR)
-    chosen = cells.rest(layouts, done)
-    results, wrong = run(repo_root, tmp_path, chosen, processes), {}
-    for each in chosen:
-        try:
-            check(each, results)
-        except AssertionError as error:
-            wrong[each["name"]] = str(error)
+    wrong = {}
+    for model in cells.MODELS:  # in processes of its own: every mesh leaves threads that wake up all the time
+        chosen = [each for each in cells.rest(layouts, done) if each["model"] == model]
+        results = run(repo_root, tmp_path / model, chosen, processes)
+        for each in chosen:
+            try:
+                check(each, results)
+            except AssertionError as error:
+                wrong[each["name"]] = str(error)
     assert not wrong
