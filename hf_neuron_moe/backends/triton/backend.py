@@ -131,8 +131,9 @@ class TritonBackward(DeviceBackward):
 
     def _of_tokens(self, values_TH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return an operand of a sum over rows, and which of its rows are those; in MX they are gathered."""
+        values_TH = values_TH.to(torch.bfloat16)
         if not self.loader.compute.mx:
-            return values_TH.to(torch.bfloat16), self.rows.token_R
+            return values_TH, self.rows.token_R
         from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 
         by_rows = quantize(values_TH, self._blocks, values=True, columns=False, token_R=self.rows.token_R)[1].values
@@ -220,9 +221,10 @@ def _rounding(loader: Loader) -> str:
 
 
 def _columns(values_RK: Tensor, loader: Loader) -> Tensor:
-    """Return rows as an operand with K as contraction axis; in MX bf16 values, zero padded."""
+    """Return rows as an operand with K as contraction axis: rounded to bf16, and then in MX, zero padded."""
+    values_RK = values_RK.to(torch.bfloat16)
     if not loader.compute.mx:
-        return values_RK.to(torch.bfloat16)
+        return values_RK
     from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 
     values = quantize(values_RK, values=True)[0].values
