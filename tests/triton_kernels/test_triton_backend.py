@@ -36,13 +36,21 @@ NOTHING_TO_INTERLEAVE = ("squared_relu", "interleaved")
 
 
 def run(
-    backend: str, precision: str, policy: str, gate: Gate, *, transposed: bool, interleaved: bool, wants: Wants
+    backend: str,
+    precision: str,
+    policy: str,
+    gate: Gate,
+    *,
+    transposed: bool,
+    interleaved: bool,
+    wants: Wants,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     experts, tokens, hidden, inner = 2, 13, 64, 72
-    x, dout = (torch.randn(tokens, hidden, generator=draw).bfloat16() for _ in range(2))
+    x, dout = (torch.randn(tokens, hidden, generator=draw).to(dtype) for _ in range(2))
     shapes = [(experts, (2 if gate.gated else 1) * inner, hidden), (experts, hidden, inner)]
-    gate_up, down = (torch.randn(shape, generator=draw).div(shape[2] ** 0.5).bfloat16() for shape in shapes)
+    gate_up, down = (torch.randn(shape, generator=draw).div(shape[2] ** 0.5).to(dtype) for shape in shapes)
     biases = [torch.randn(shape[:2], generator=draw) for shape in shapes] if gate.up_offset else [None, None]
     if transposed:
         gate_up, down = (part.transpose(1, 2).contiguous() for part in (gate_up, down))
@@ -125,6 +133,15 @@ def test_a_patched_model_trains() -> None:
         gradients.append(torch.cat([part.grad.double().flatten() for part in own.parameters()]))
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)
     assert (gradients[0] - gradients[1]).norm() <= 2**-6 * gradients[1].norm()
+
+
+def test_fp32_operands_are_rounded_to_bf16_before_mx() -> None:
+    options = {"transposed": False, "interleaved": False, "wants": Wants()}
+    whole, rounded = (
+        run("triton", "mxfp8", "recompute", Gate(), **options, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    for mine, theirs in zip(whole, rounded, strict=True):
+        assert torch.equal(mine.bfloat16(), theirs.bfloat16())
 
 
 @pytest.mark.parametrize("reason", ["not installed", "without a CUDA device"])

@@ -136,8 +136,9 @@ class TritonBackward(DeviceBackward):
 
     def _of_tokens(self, values_TH: Tensor) -> tuple[Operand, Tensor | None]:
         """Return an operand of a sum over rows, and which of its rows are those; in MX they are gathered."""
+        values_TH = values_TH.to(torch.bfloat16)
         if not self.loader.compute.mx:
-            return values_TH.to(torch.bfloat16), self.rows.token_R
+            return values_TH, self.rows.token_R
         from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 
         values, token_R = not multiplies_codes(values_TH.device), self.rows.token_R
@@ -229,9 +230,10 @@ def multiplies_codes(device: torch.device) -> bool:
 
 
 def _columns(values_RK: Tensor, loader: Loader) -> Operand:
-    """Return rows as an operand with K as contraction axis."""
+    """Return rows as an operand with K as contraction axis: rounded to bf16, and then in MX."""
+    values_RK = values_RK.to(torch.bfloat16)
     if not loader.compute.mx:
-        return values_RK.to(torch.bfloat16)
+        return values_RK
     from hf_neuron_moe.backends.triton.mx_both_ways import quantize
 
     return quantize(values_RK, values=not multiplies_codes(values_RK.device))[0]
