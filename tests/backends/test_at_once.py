@@ -278,9 +278,9 @@ def test_many_small_experts_are_computed_at_once_on_cpus(precision: str) -> None
     def words(experts: int, inner: int) -> str:
         return torch_backend.describe_products(precision, cpu, BlockShape("experts", 128, inner, experts, 8))
 
-    assert words(128, 128).endswith("of all experts at once for at most 64 tokens each")
+    assert words(128, 128).endswith(f"of all experts at once for at most {compute.most_pairs(precision)} tokens each")
     assert "at once" not in words(8, 128) + words(128, 1024)
-    for tokens in (32, 2048):
+    for tokens in (32, 4096):
         problem, reads = Problem(64, tokens, 4, 64, 64), []
         for name in ("torch", "torch-grouped"):
             with Launches() as counts:

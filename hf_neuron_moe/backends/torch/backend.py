@@ -21,11 +21,11 @@ from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FF
 from hf_neuron_moe.backends.torch import generation
 from hf_neuron_moe.backends.torch.biases import BiasGrads, add_down_bias, routed_bias_grad
 from hf_neuron_moe.backends.torch.compute import (
-    FEW_PAIRS,
     FreshScratch,
     computes_at_once,
     describe_products,
     grouped_operands,
+    most_pairs,
     never_waits,
 )
 from hf_neuron_moe.backends.torch.cpu import decode
@@ -92,21 +92,21 @@ class TorchBackend:
         words = describe_products(precision, device)
         if shape is None or shape.experts is None:
             return words
-        if not self._at_once(device, shape.experts, shape.hidden * shape.inner):
+        if not self._at_once(precision, device, shape.experts, shape.hidden * shape.inner):
             return words
-        few = "" if self._on_device(device) else f" for at most {FEW_PAIRS} tokens each"
+        few = "" if self._on_device(device) else f" for at most {most_pairs(precision)} tokens each"
         return f"{words} of all experts at once{few}"
 
     def _on_device(self, device: torch.device) -> bool:
         """Whether no value may be read on the host."""
         return self.name != "torch" or never_waits(device)
 
-    def _at_once(self, device: torch.device, experts: int, elements: int, pairs: int = 0) -> bool:
-        return self.name != "torch" or computes_at_once(device, experts, elements, pairs)
+    def _at_once(self, precision: str, device: torch.device, experts: int, elements: int, pairs: int = 0) -> bool:
+        return self.name != "torch" or computes_at_once(precision, device, experts, elements, pairs)
 
     def _rows(self, routing: Routing, down: Tensor, spec: BlockSpec) -> Rows:
         """Return the sorted pairs, borders on the device or on the host."""
-        at_once = self._at_once(down.device, len(down), down[0].numel(), routing.index_TK.numel())
+        at_once = self._at_once(spec.precision, down.device, len(down), down[0].numel(), routing.index_TK.numel())
         of_routing = Rows.of_routing_on_device if at_once else Rows.of_routing
         return of_routing(routing, len(down), spec.block_size)
 
