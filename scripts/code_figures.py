@@ -49,7 +49,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "parity": GROUND | {"patching"},
     "device": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert", "quantizers", "reference"},
     "report": GROUND,
-    "cli": GROUND | {"backends", "patching", "training", "convert", "device", "report"},
+    "explore": GROUND
+    | {"checks", "formats", "backends", "modules", "patching", "training", "convert", "device", "report"},
+    "recipes": GROUND | {"patching", "training", "convert", "explore", "report"},
+    "finetune": GROUND | {"checks", "patching", "training", "convert", "device"},
+    "cli": GROUND
+    | {"backends", "patching", "training", "convert", "device", "report", "explore", "recipes", "finetune"},
     "__init__": GROUND | {"modules", "patching", "quantizers", "training"},
 }
 
