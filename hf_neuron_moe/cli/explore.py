@@ -44,7 +44,7 @@ def explore(
         Path | None, typer.Option(metavar="DST", help="Write a checkpoint with outlier channels folded away.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the plan as YAML for --recipe and patch_model.")
+        Path | None, typer.Option(metavar="FILE", help="Write the plan as YAML; with mxfp4 also FILE-convert.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.html", help="Write a page.")] = None,
     as_json: Json = False,
@@ -69,6 +69,8 @@ def explore(
         result = run(model_dir, text, options, state, advance)
     if plan is not None:
         plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
+        if result.frozen_plan is not None:
+            plan.with_stem(f"{plan.stem}-convert").write_text(as_yaml(result.frozen_plan, result.model), "utf-8")
     if output is not None:
         from hf_neuron_moe.explore.page import write_explore_page
 
@@ -147,7 +149,7 @@ def _show(result: Exploration) -> None:
 def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
     plan, loss = result.plan, result.loss
     line(f"Plan for {plan.device}, expected change below {100 * plan.limit / loss:.2g} % (times are estimates):")
-    rows = {f"uniform {kind}": total for kind, total in plan.uniform.items()} | {"plan": plan.total}
+    rows = {f"uniform {kind}": total for kind, total in result.uniform.items()} | {"plan": plan.total}
     for name, total in rows.items():
         measured = result.measured.get(name.removeprefix("uniform "))
         here = "" if measured is None else f", measured here {_percent(measured - loss, loss)}"
@@ -156,6 +158,8 @@ def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
             f"{1e3 * total.seconds:.3g} ms per step, weights {total.bytes / 1e6:,.0f} MB"
         )
     line(f"  {plan.recipe}")
+    if result.frozen_plan is not None:
+        line(f"  for convert --recipe, least bytes: {result.frozen_plan.recipe}")
     for row in (row for row in next(iter(result.ranking.values()))[:3]):
         line(f"  {row.block}: {row.reason.remedy}")
 

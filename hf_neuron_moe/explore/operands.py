@@ -68,7 +68,8 @@ class Operand:
         self.signal_EC[expert] += magnitude_RC.square().sum(0)
         self.noise_EC[expert] += (values_RC - seen_RC).square().sum(0)
         self.flushed_E[expert] += ((seen_RC == 0) & (values_RC != 0)).sum()
-        self.saturated_E[expert] += (magnitude_RC.isinf() & seen_RC.isfinite()).sum()
+        if not amax_C.isfinite().all():  # the Neuron rule leaves headroom: only infinities get the largest code
+            self.saturated_E[expert] += (magnitude_RC.isinf() & seen_RC.isfinite()).sum()
         self.count_E[expert] += values_RC.numel()
 
     def figures(self) -> dict[str, Any]:

@@ -33,7 +33,10 @@ def write_explore_page(result: Exploration, path: Path) -> int:
 def _plan(result: Exploration) -> Section:
     plan, loss = result.plan, result.loss
     rows = []
-    for name, total in {**{f"uniform {kind}": each for kind, each in plan.uniform.items()}, "plan": plan.total}.items():
+    for name, total in {
+        **{f"uniform {kind}": each for kind, each in result.uniform.items()},
+        "plan": plan.total,
+    }.items():
         measured = result.measured.get(name.removeprefix("uniform "))
         here = None if measured is None else 100 * (measured - loss) / loss
         expected = 100 * total.loss_change / loss
@@ -44,8 +47,11 @@ def _plan(result: Exploration) -> Section:
         f"The plan keeps the expected change of the loss below {100 * plan.limit / loss:.3g} % at the least time.",
         Table(columns, rows),
         recipe,
-        *result.advice,
     ]
+    if result.frozen_plan is not None:
+        recipe = Table(["blocks", "precision"], [[*row] for row in result.frozen_plan.recipe.items()])
+        parts += ["For a conversion, which stores frozen weights in MXFP4 too, at the least bytes:", recipe]
+    parts += result.advice
     if result.folded:
         parts += [*result.folds, _folded(result)]
     return Section("Plan", parts)
@@ -83,7 +89,10 @@ def _measured(result: Exploration, rows: list[Ranked]) -> list[Part]:
     words = f"Rank correlation over {len(points)} blocks: {result.correlation:.2f}." if known else ""
     title, alt = "Predicted against measured", f"{len(points)} blocks beside the diagonal. {words}"
     axes = {"x": "predicted, %", "y": "measured, %"}
-    return [scatter_figure({"blocks": points}, title=title, alt=alt, diagonal=True, **axes), *([words] if known else [])]
+    return [
+        scatter_figure({"blocks": points}, title=title, alt=alt, diagonal=True, **axes),
+        *([words] if known else []),
+    ]
 
 
 def _reasons(result: Exploration, rows: list[Ranked]) -> Table:

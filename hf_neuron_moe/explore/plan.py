@@ -109,9 +109,17 @@ def costs_of(
 
 
 def make_plan(
-    measures: Measures, costs: Mapping[str, Mapping[str, Cost]], limit: float, device: str, step: int
+    measures: Measures,
+    costs: Mapping[str, Mapping[str, Cost]],
+    limit: float,
+    device: str,
+    step: int,
+    *,
+    frozen: bool = False,
 ) -> Plan:
     """Return the assignment with the least time, and of those the least bytes, whose expected change is below `limit`.
+
+    Of `frozen` weights, which a conversion stores, it is the assignment with the least bytes.
 
     `limit` is in nats per token. Damages of blocks are taken to add up. Solved exactly, by dynamic programming over
     blocks and damage in :data:`STEPS` parts of the limit, rounded up, so that the sum never exceeds it.
@@ -126,8 +134,9 @@ def make_plan(
         for precision, cost in costs[name].items():
             damage = damage_of(measures.blocks[name], precision) / tokens
             parts = -int(-damage * STEPS // limit) if damage else 0
-            # A byte counts as less than any time, so that times decide and bytes break ties.
-            rows.append((precision, parts, cost.seconds + 1e-6 * longest * cost.bytes / heaviest))
+            seconds, stored = cost.seconds / longest, cost.bytes / heaviest
+            # One decides; of the other there is so little that it breaks ties only.
+            rows.append((precision, parts, stored if frozen else seconds + 1e-6 * stored))
         options.append(rows)
     chosen = _cheapest(options)
     precisions = dict(zip(names, chosen, strict=True))

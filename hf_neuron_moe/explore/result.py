@@ -10,7 +10,7 @@ from typing import Any
 from hf_neuron_moe.explore.explain import Reason
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures
 from hf_neuron_moe.explore.operands import decibels
-from hf_neuron_moe.explore.plan import Plan
+from hf_neuron_moe.explore.plan import Plan, Total
 from hf_neuron_moe.explore.verify import rank_correlation
 
 
@@ -35,7 +35,8 @@ class Exploration:
     formats: tuple[str, ...]
     measures: Measures
     ranking: dict[str, list[Ranked]]  # by format that blocks can have
-    plan: Plan
+    plan: Plan  # of training: bf16 and mxfp8
+    frozen_plan: Plan | None  # of a conversion, mxfp4 too; None where that was not measured
     advice: list[str]
     measured: dict[str, float] = field(default_factory=dict)  # loss of uniform maps and of the plan, nats per token
     folds: list[str] = field(default_factory=list)
@@ -46,6 +47,11 @@ class Exploration:
     def loss(self) -> float:
         """Mean loss of the text in bf16."""
         return self.measures.loss / self.measures.tokens
+
+    @property
+    def uniform(self) -> Mapping[str, Total]:
+        """What one precision for all blocks comes to."""
+        return (self.frozen_plan or self.plan).uniform
 
     @property
     def correlation(self) -> float:
@@ -75,7 +81,8 @@ class Exploration:
                 "estimate": "times and bytes are estimates from published figures; nothing ran on a device",
                 **self.plan.total.to_dict(self.loss),
             },
-            "uniform": {kind: total.to_dict(self.loss) for kind, total in self.plan.uniform.items()},
+            "convert_plan": self.frozen_plan.recipe if self.frozen_plan is not None else None,
+            "uniform": {kind: total.to_dict(self.loss) for kind, total in self.uniform.items()},
             "measured_losses": self.measured,
             "advice": self.advice,
             "folds": self.folds,

@@ -106,9 +106,8 @@ def _check(options: Options) -> None:
     for name in options.formats:
         if name not in FORMATS:
             raise not_one_of("formats", name, FORMATS)
-    if not {"mxfp8", "mxfp4"} & set(options.formats):
-        fix = "Add mxfp8."
-        raise ConfigError.about("formats", "with mxfp8 or mxfp4, which are planned", ",".join(options.formats), fix)
+    if "mxfp8" not in options.formats:
+        raise ConfigError.about("formats", "with mxfp8, which is planned", ",".join(options.formats), "Add mxfp8.")
     if options.device not in DEVICES:
         raise not_one_of("device", options.device, DEVICES)
     limit_of(options.budget, 1.0)
@@ -141,11 +140,12 @@ def _judged(folder: Path, text: Path, options: Options, measures: Measures) -> E
     """Rank, explain and plan."""
     planned = [form for form in ("mxfp8", "mxfp4") if form in options.formats]
     ranking = {form: _ranked(measures, form) for form in (*planned, *("bf16",) * ("bf16" in options.formats))}
-    precisions = ("bf16", *planned)
-    costs = costs_of(measures.blocks, measures.tokens, options.device, options.step_tokens, ("bf16", "mxfp8", "mxfp4"))
-    kept = {name: {kind: cost for kind, cost in row.items() if kind in precisions} for name, row in costs.items()}
+    costs = costs_of(measures.blocks, measures.tokens, options.device, options.step_tokens, ("bf16", *planned))
+    trained = {name: {kind: cost for kind, cost in row.items() if kind != "mxfp4"} for name, row in costs.items()}
     limit = limit_of(options.budget, measures.loss / measures.tokens)
-    plan = make_plan(measures, kept, limit, options.device, options.step_tokens)
+    where = options.device, options.step_tokens
+    plan = make_plan(measures, trained, limit, *where)
+    frozen = make_plan(measures, costs, limit, *where, frozen=True) if "mxfp4" in planned else None
     advice = advise(measures, costs, options.device, options.step_tokens)
     environment = {
         "hf_neuron_moe": __version__,
@@ -155,7 +155,7 @@ def _judged(folder: Path, text: Path, options: Options, measures: Measures) -> E
         "threads": torch.get_num_threads(),
     }
     names = str(folder), str(text)
-    return Exploration(*names, options.formats, measures, ranking, plan, advice, environment=environment)
+    return Exploration(*names, options.formats, measures, ranking, plan, frozen, advice, environment=environment)
 
 
 def _ranked(measures: Measures, form: str) -> list[Ranked]:
@@ -177,9 +177,7 @@ def _verified(
 ) -> Exploration:
     """Measure the loss of uniform precisions, of the plan, and with single blocks in mxfp8."""
     names, base = list(result.measures.blocks), result.loss
-    maps = {"mxfp8": dict.fromkeys(names, "mxfp8")}
-    if "mxfp4" not in result.plan.precisions.values():
-        maps["plan"] = result.plan.precisions
+    maps = {"mxfp8": dict.fromkeys(names, "mxfp8"), "plan": result.plan.precisions}
     result.measured["bf16"] = base
     step = 0
     for label, precisions in maps.items():

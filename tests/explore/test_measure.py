@@ -153,7 +153,9 @@ def test_products_of_a_block_add_up(tmp_path: Path) -> None:
         parts = sum(block.scores[f"mxfp8 {product}"].first for product in ("gate_up", "down"))
         assert parts == pytest.approx(block.scores["mxfp8"].first, rel=1e-4, abs=1e-6)
         assert block.scores["mxfp8"].second > 0
-        assert set(block.products) == {f"{product}{end}" for product in ("gate_up", "down") for end in ("", ".dx", ".dw")}
+        assert set(block.products) == {
+            f"{product}{end}" for product in ("gate_up", "down") for end in ("", ".dx", ".dw")
+        }
         for signal, noise in block.products.values():
             assert 0 < noise < signal / 100  # e4m3 has about 31 dB for one operand
 

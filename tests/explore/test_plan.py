@@ -54,6 +54,13 @@ def test_a_plan_is_what_patch_model_and_recipes_take() -> None:
     assert plan.uniform["mxfp8"].loss_change == pytest.approx(5.2) and plan.uniform["bf16"].loss_change == 0
 
 
+def test_frozen_weights_are_planned_by_their_bytes() -> None:
+    measures = measured([{"mxfp8": 0.1, "mxfp4": 0.6}, {"mxfp8": 0.1, "mxfp4": 0.6}])
+    costs = {name: {"bf16": Cost(1, 4), "mxfp8": Cost(2, 2), "mxfp4": Cost(3, 1)} for name in measures.blocks}
+    plan = make_plan(measures, costs, 1.0, "trn3", 1, frozen=True)
+    assert sorted(plan.precisions.values()) == ["mxfp4", "mxfp8"] and plan.total.bytes == 3
+
+
 def test_a_first_order_counts_as_far_as_it_is_certain() -> None:
     assert Score(first=3.0, second=1.0, square=9.0).expected == 1.0  # one row: nothing is certain
     assert Score(first=8.0, second=1.0, square=8.0).expected == pytest.approx(8.0 * (1 - 8 / 64) + 1)
