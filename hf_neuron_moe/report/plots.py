@@ -12,7 +12,7 @@ which reads tags in names, and by the page's template. NaN and infinity are gaps
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -46,6 +46,22 @@ class Threshold:
     value: float
     text: str  # such as "below 24 dB"
     below: bool = True  # which side is bad
+
+    def framed(self, picture: str, row: int, column: int, cell: float | None) -> bool:
+        """Whether a cell of a heat map is beyond the value."""
+        return cell is not None and (cell < self.value if self.below else cell > self.value)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Cells of a heat map that get a frame, by the picture's name: rows and columns."""
+
+    text: str
+    cells: Mapping[str, Collection[tuple[int, int]]]
+
+    def framed(self, picture: str, row: int, column: int, cell: float | None) -> bool:
+        """Whether a cell is one of them."""
+        return (row, column) in self.cells.get(picture, ())
 
 
 @dataclass(frozen=True)
@@ -174,7 +190,7 @@ def heat_map(
     unit: str,
     low: float | None = None,
     least_range: float = 0.0,
-    thresholds: Sequence[Threshold] = (),
+    thresholds: Sequence[Threshold | Marks] = (),
 ) -> Figure:
     """Return a value per row and column as colour, and as text where there is room; None is left empty.
 
@@ -191,7 +207,7 @@ def heat_map(
         {
             "label": name,
             "z": [[finite(cell) for cell in line] for line in cells],
-            "shapes": [frame for each in thresholds for frame in _frames(cells, each)],
+            "shapes": [frame for each in thresholds for frame in _frames(name, cells, each)],
         }
         for name, cells in pictures.items()
     ]
@@ -305,15 +321,12 @@ def _threshold_line(threshold: Threshold) -> dict[str, Any]:
     }
 
 
-def _frames(cells: Cells, threshold: Threshold) -> list[dict[str, Any]]:
-    """A frame around every run of cells of a row that are beyond the threshold."""
+def _frames(picture: str, cells: Cells, marking: Threshold | Marks) -> list[dict[str, Any]]:
+    """A frame around every run of cells of a row that are marked."""
     shapes = []
     for row, line in enumerate(cells):
-        bad = [
-            cell is not None and (cell < threshold.value) == threshold.below and cell != threshold.value
-            for cell in line
-        ]
-        for beyond, run in groupby(range(len(line)), key=bad.__getitem__):
+        marked = [marking.framed(picture, row, column, cell) for column, cell in enumerate(line)]
+        for beyond, run in groupby(range(len(line)), key=marked.__getitem__):
             if beyond:
                 places = list(run)
                 box = {"x0": places[0] - 0.5, "x1": places[-1] + 0.5, "y0": row - 0.5, "y1": row + 0.5}

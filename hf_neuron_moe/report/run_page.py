@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_neuron_moe.report.alarms import guard_section
 from hf_neuron_moe.report.page import Section, render_json, render_markdown, render_page, write_page
 from hf_neuron_moe.report.run_data import Contents
 from hf_neuron_moe.report.runs import losses_section, progress_section, runs_table
@@ -38,7 +39,7 @@ def _sections(contents: Contents) -> list[Section]:
         sections += [runs_table(runs), losses_section(runs), progress_section(runs), map_section(runs)]
         sections.append(bytes_section(runs))
     for run in runs:
-        sections += [health_section(run), load_section(run)]
+        sections += [health_section(run), guard_section(run), load_section(run)]
     return sections + [environment_section(f"Environment: {name}", found) for name, found in _environments(contents)]
 
 

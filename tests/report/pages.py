@@ -135,6 +135,24 @@ def write_run(
         (files / "evaluations.jsonl").write_text("".join(json.dumps(record) + "\n" for record in measured))
 
 
+def write_guard(folder: Path, steps: int, *, alarm_in: int = 0) -> None:
+    """The guard's file of a run; in one step an expert's result is wrong."""
+    lines = []
+    for step in range(1, steps + 1):
+        operand = {"nonfinite": 0.0, "amax": 4.0, "rms": 1.0, "sqnr_db": 31.0 + step / 10, "flushed": 0.0}
+        blocks = {
+            f"model.layers.{layer}.mlp": {
+                "gate_up": {"activations": operand, "weights": operand | {"sqnr_db": None, "amax": None}},
+                "down": {"y": {"rounding": 1.0, "worst": 0.002 * (step == alarm_in and layer == 1) + 0.001}},
+            }
+            for layer in range(2)
+        }
+        alarm = {"step": step, "block": "model.layers.1.mlp", "product": "down", "operand": "result", "figure": "worst"}
+        alarm |= {"expert": 3, "value": 0.3, "low": 0.0, "high": None, "result": "y", "process": 0}
+        lines.append(json.dumps({"step": step, "blocks": blocks, "alarms": [alarm] if step == alarm_in else []}) + "\n")
+    (folder / "neuron_moe" / "guard.jsonl").write_text("".join(lines))
+
+
 def write_study(folder: Path) -> None:
     folder.mkdir(parents=True)
     steps = range(1, 121)

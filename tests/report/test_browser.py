@@ -11,7 +11,7 @@ import pytest
 
 from hf_neuron_moe.report import read_runs, write_report
 from tests.browsing import SCHEMES, WIDTHS, clipped, opened_chromium, until, violations, visited
-from tests.report.pages import write_run, write_study
+from tests.report.pages import write_guard, write_run, write_study
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 LOSS = 'figure:has([aria-label^="Training loss of tiny"])'
@@ -31,6 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "seed1", steps=40, evaluated=4, seed=1, shift=0.5)
     write_run(folder / "dense-with-a-long-name", steps=40, kind="mlp", seed=0, learning_rate=5e-4)
     write_study(folder / "study")
+    write_guard(folder / "seed1", 40, alarm_in=33)
     file = folder / "seed1" / "neuron_moe" / "metrics.jsonl"
     file.write_text(file.read_text().replace('"sqnr_db": 27.5', '"sqnr_db": 20.5'))
     write_report(read_runs(folder), folder / "page.html")

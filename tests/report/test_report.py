@@ -7,19 +7,22 @@ import hashlib
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plotly import graph_objects
+from typer.testing import CliRunner
 
+from hf_neuron_moe.cli.main import app
 from hf_neuron_moe.errors import DestinationError, DiskError, ReportError
 from hf_neuron_moe.report import read_runs, render, run_data, write_report
-from hf_neuron_moe.report.curves import band, band_of_runs, differences, smoothed, thinned
+from hf_neuron_moe.report.curves import MOST_POINTS, band, band_of_runs, differences, smoothed, thinned
 from hf_neuron_moe.report.runs import grouped, labels
-from hf_neuron_moe.report.sections import short_names
+from hf_neuron_moe.report.sections import FLOOR, short_names
 from tests.refusals import refused
-from tests.report.pages import Page, health, write_run, write_study
+from tests.report.pages import Page, health, write_guard, write_run, write_study
 
 
 @pytest.fixture(autouse=True)
@@ -296,12 +299,27 @@ def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
     last = trainer.evaluate()["eval_loss"]
     contents = read_runs(tmp_path)
     page = Page(render(contents))
-    assert len(page.figures()) == 10
+    assert len(page.figures()) == 12
     assert "2 patched, 0 skipped, 0 refused." in page.text() and "bf16, minimal" in page.text()
     (run,) = contents.runs
     assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
     logged = [(record["step"], record["eval_loss"]) for record in trainer.state.log_history if "eval_loss" in record]
     assert list(dict(logged).items()) == run.evaluations["eval_loss"] and run.evaluations["eval_loss"][-1] == (4, last)
+
+
+def test_the_documentation_describes_this_report(repo_root: Path) -> None:
+    """Options, limits and names of sections of docs/training.md and docs/reference.md are those of the program."""
+    page = (repo_root / "docs" / "training.md").read_text(encoding="utf-8").partition("## One page about a run")[2]
+    page, commands = " ".join(page.split()), (repo_root / "docs" / "reference.md").read_text(encoding="utf-8")
+    shown = CliRunner().invoke(app, ["report", "--help"], env={"COLUMNS": "200"}).output
+    for option in ("--open", "--format", "-o"):
+        assert option in shown and f"{option} " in page
+    assert "hf-neuron-moe report RUN_DIR --open" in commands and "report RUN_DIR --format md" in commands
+    assert f"at most {MOST_POINTS:,} points" in page and f"below {FLOOR.value:g} dB" in page
+    extras = tomllib.loads((repo_root / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert "hf-neuron-moe[report]" in page and all(set(extras["report"]) <= set(extras[of]) for of in ("train", "test"))
 
 
 def test_module_names_are_shortened() -> None:
@@ -323,6 +341,37 @@ def test_modules_below_the_floor_are_named_with_what_to_do(tmp_path: Path) -> No
     assert [frame[edge] for edge in ("x0", "x1", "y0", "y1")] == [-0.5, 2.5, -0.5, 0.5]
     (line,) = page.drawings()["Lowest SQNR of all modules over the steps, of weights and of inputs"]["layout"]["shapes"]
     assert line["y0"] == line["y1"] == 24.0
+
+
+def test_the_guards_alarms_are_framed_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert "Not watched: neuron_guard was off" in Page(render(read_runs(tmp_path))).text()
+    write_guard(tmp_path, 100)
+    assert "100 steps were looked at, and nothing left its band." in Page(render(read_runs(tmp_path))).text()
+    write_guard(tmp_path, 100, alarm_in=68)
+    page = Page(render(read_runs(tmp_path)))
+    assert (
+        "Alarms: 1, in 100 steps that were looked at. The first is worst of model.layers.1.mlp, down, in step 68."
+        in page.text()
+    )
+    assert f"reproduction {tmp_path.name}/neuron_moe/guard_step68.safetensors" in page.text()
+    drawings = {
+        alt.partition(",")[0]: drawn for alt, drawn in page.drawings().items() if "per block and product" in alt
+    }
+    assert list(drawings) == [
+        "Lowest SQNR of the operands",
+        "Largest error of a row against a second computation",
+        "Largest magnitude of the operands",
+    ]
+    for drawing in drawings.values():
+        assert (drawing["data"][0]["x"], drawing["data"][0]["y"]) == (["gate_up", "down"], ["0.mlp", "1.mlp"])
+        frames = {frame["label"]: frame for frame in drawing["frames"]}
+        assert len(frames) <= 42 and {"1", "68", "100"} <= frames.keys()  # every third, the alarm's and the last
+        (box,) = frames["68"]["shapes"]
+        assert [box[edge] for edge in ("x0", "x1", "y0", "y1")] == [0.5, 1.5, 0.5, 1.5]
+        assert not any(frame["shapes"] for label, frame in frames.items() if label != "68")
+    sqnr, error, magnitude = ({f["label"]: f["z"] for f in drawn["frames"]}["68"] for drawn in drawings.values())
+    assert (sqnr[1], error[1], magnitude[1]) == ([37.8, None], [None, pytest.approx(0.3)], [2.0, None])
 
 
 def test_names_of_strangers_stay_text(tmp_path: Path) -> None:
