@@ -1,13 +1,15 @@
-"""The command ``report``: one HTML page about training runs."""
+"""The command ``report``: one page about training runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hf_neuron_moe.cli.shared_options import Json, tell
+from hf_neuron_moe.cli.shared_options import Json, choice, tell
+
+_SUFFIXES = {".md": "md", ".json": "json"}
 
 
 def report(
@@ -15,18 +17,29 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: report.html in RUN_DIR.")
     ] = None,
+    form: Annotated[
+        str | None, choice(("html", "md", "json"), "--format", text="Form of FILE. Default: by its suffix, else html.")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Show the page in a web browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make one HTML page of a run's files.
+    """Make one page of a run's files.
 
-    Patch map, loss curves, saved bytes, quantization health, expert load, environment; reads the files of
+    Results, loss curves, patch map, saved bytes, quantization health, expert load, environment; reads the files of
     NeuronMoETrainer and the parity.json of the parity study. The page is one file and loads nothing from a network.
     """
     from hf_neuron_moe.report import read_runs, write_report
 
+    form = form or _SUFFIXES.get(output.suffix if output else "", "html")
     contents = read_runs(run_dir)
-    target = output or run_dir / "report.html"
-    size = write_report(contents, target)
+    target = output or run_dir / f"report.{form}"
+    size = write_report(contents, target, form)
     runs, studies = len(contents.runs), len(contents.studies)
-    facts = {"ok": True, "report": str(target), "runs": runs, "studies": studies, "bytes": size}
-    tell(as_json, facts, f"{target}: {size / 1024:,.0f} KiB; runs: {runs}, parity studies: {studies}")
+    facts: dict[str, Any] = {"ok": True, "report": str(target), "runs": runs, "studies": studies, "bytes": size}
+    text = f"{target}: {size / 1024:,.0f} KiB; runs: {runs}, parity studies: {studies}"
+    if open_it:
+        import webbrowser
+
+        facts["opened"] = webbrowser.open(target.resolve().as_uri())
+        text += "" if facts["opened"] else "; no web browser found to open it"
+    tell(as_json, facts, text)

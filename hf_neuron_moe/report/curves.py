@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from hf_neuron_moe.report.svg import Line, Point
+from hf_neuron_moe.report.plots import Line, Point
 
-MOST_POINTS = 160  # of a curve in the page; more would not be seen
+MOST_POINTS = 1000  # of a curve in the page, which can be zoomed
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -30,22 +31,22 @@ def thinned(points: Sequence[Point]) -> list[int]:
     return [round(index * step) for index in range(MOST_POINTS)]
 
 
-def band(name: str, curves: Sequence[Sequence[float]], steps: Sequence[float] | None = None) -> Line:
-    """Return the mean of several curves with a band from the lowest to the highest.
+def band(name: str, seeds: Mapping[str, Sequence[float]]) -> Line:
+    """Return the mean of a value per step and seed with a band from the lowest to the highest.
 
-    Steps that not all have are left out. `steps` are the x of the values; None counts from 1.
+    Steps are counted from 1; those that not all seeds have are left out.
     """
-    count = min(len(curve) for curve in curves)
-    xs = [float(step) for step in steps or range(1, count + 1)]
-    return band_of_runs(name, [list(zip(xs, curve[:count])) for curve in curves])
+    count = min(len(curve) for curve in seeds.values())
+    return band_of_runs(name, {f"seed {seed}": list(enumerate(curve[:count], 1)) for seed, curve in seeds.items()})
 
 
-def band_of_runs(name: str, curves: Sequence[Sequence[Point]], window: int | None = None) -> Line:
+def band_of_runs(name: str, runs: Mapping[str, Sequence[Point]], window: int | None = None) -> Line:
     """Return the mean of several runs, up to the end of the longest, with a band from the lowest to the highest.
 
     Mean and band at a step are over the runs that have it. `window` is the number of logged values to average over;
-    None for a twentieth of the run.
+    None for a twentieth of the run. What was logged comes along, by run, where the line is something else.
     """
+    curves = list(runs.values())
     window = window_of(max(len(curve) for curve in curves)) if window is None else window
     values: dict[float, list[float]] = {}
     for curve in curves:
@@ -53,7 +54,9 @@ def band_of_runs(name: str, curves: Sequence[Sequence[Point]], window: int | Non
         # The first means are over fewer steps than the others, and so noisy that they would set the scale.
         for (step, _), mean in list(zip(curve, means))[min(window, len(curve)) - 1 :]:
             values.setdefault(step, []).append(mean)
-    return _line(name, sorted(values.items()), several=len(curves) > 1)
+    raw = runs if window > 1 or len(runs) > 1 else {}
+    logged = {run: [curve[index] for index in thinned(curve)] for run, curve in raw.items()}
+    return replace(_line(name, sorted(values.items()), several=len(curves) > 1), raw=logged)
 
 
 def differences(

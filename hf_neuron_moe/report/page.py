@@ -1,74 +1,130 @@
-"""The page: style, sections in their order, one file. Nothing in it is loaded from anywhere."""
+"""A page of sections: HTML that loads nothing and works offline, Markdown, or JSON; written whole or not at all.
+
+    sections = [Section("Saved for backward", ["A paragraph.", Table(["policy", "KiB"], [["full", 9.5]]), figure])]
+    write_page(render_page("Title", "Subtitle", sections), Path("page.html"))
+
+Parts are paragraphs (plain text, escaped here), `Missing` ones, and `Table` and `Figure` of plots.py. Every figure gets
+its legend as buttons, its values as a table, and a CSV to download. Only `render_page` needs plotly and jinja2.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import csv
+import hashlib
+import io
+import json
+import math
 import os
-from html import escape
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.errors import DestinationError, DiskError, public
-from hf_neuron_moe.report.run_data import Contents
-from hf_neuron_moe.report.runs import losses_section, progress_section, runs_table
-from hf_neuron_moe.report.sections import (
-    bytes_section,
-    environment_section,
-    health_section,
-    load_section,
-    map_section,
-    study_sections,
-)
+from hf_neuron_moe.errors import DestinationError, DiskError, ReportError, public
+from hf_neuron_moe.report.plots import Cell, Figure, Table
 
 _WRITABLE = "a file that can be written"
+_HERE = Path(__file__).parent
+_MARKDOWN = re.compile(r"([\\`*\[\]<>|&#~$])")
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+MOST_MARKDOWN_ROWS = 12
 
 
-def render(contents: Contents) -> str:
-    """Return the page as one HTML document without references to other files."""
-    body = [study_sections(study) for study in contents.studies]
-    if contents.runs:
-        body += [runs_table(contents.runs), losses_section(contents.runs), progress_section(contents.runs)]
-        body += [map_section(contents.runs), bytes_section(contents.runs)]
-        for run in contents.runs:
-            body += [health_section(run), load_section(run)]
-    for name, environment in _environments(contents):
-        body.append(environment_section(f"Environment: {name}", environment))
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    title = escape(f"Training report: {contents.title}")
-    counts = (len(contents.runs), "run", "runs"), (len(contents.studies), "parity study", "parity studies")
-    found = ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in counts if count)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>\n{style}</style></head><body><main><h1>{title}</h1>"
-        f'<p class="soft">{escape(found)}; hf-neuron-moe {escape(__version__)}</p>{"".join(body)}'
-        "</main></body></html>\n"
-    )
+class Missing(str):
+    """A paragraph about what is not there, and why."""
+
+    __slots__ = ()
 
 
-def _environments(contents: Contents) -> list[tuple[str, dict[str, object]]]:
-    """What was recorded about machines, once where runs share it but for the date."""
-    named = [(study.name, study.content) for study in contents.studies] + [(run.name, run.run) for run in contents.runs]
-    distinct: list[tuple[list[str], dict[str, object]]] = []
-    for name, content in named:
-        environment = dict(content.get("environment") or {})
-        same = (names for names, known in distinct if environment | {"date": None} == known | {"date": None})
-        if (names := next(same, None)) is not None:
-            names.append(name)
-        else:
-            distinct.append(([name], environment))
-    return [(", ".join(names), environment) for names, environment in distinct]
+Part = str | Table | Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what is below it."""
+
+    heading: str
+    parts: Sequence[Part]
+
+    @property
+    def groups(self) -> list[tuple[str, list[Part]]]:
+        """The parts with their kind; figures that follow each other stand beside each other."""
+        return [(kind, list(parts)) for kind, parts in groupby(self.parts, key=lambda part: type(part).__name__)]
 
 
 @public("report")
-def write_report(contents: Contents, path: Path) -> int:
-    """Write the page whole or not at all; return its size in bytes."""
+def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
+    """Return one HTML document without references to other files; plotly.js in it takes about 4.8 MB."""
+    try:
+        from jinja2 import Environment, FileSystemLoader
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        expected, remedy = "made with plotly and jinja2", 'Install them: pip install "hf-neuron-moe[report]".'
+        remedy += " Markdown and JSON (--format) need neither."
+        raise ReportError.about("the HTML page", expected, f"no module {error.name}", remedy) from error
+    environment = Environment(autoescape=True, loader=FileSystemLoader(_HERE), trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    environment.filters |= {"cell": _shown, "csv": _csv}
+    scripts = [get_plotlyjs(), (_HERE / "page.js").read_text(encoding="utf-8")] if _figures(sections) else []
+    # Nothing but these scripts runs, and nothing is fetched, whatever a name in a run's files would like.
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    policy = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
+    style = (_HERE / "page.css").read_text(encoding="utf-8")
+    facts = {"title": title, "subtitle": subtitle, "sections": sections, "style": style, "policy": policy}
+    return environment.get_template("page.html.j2").render(facts, scripts=scripts, version=__version__)
+
+
+def render_markdown(title: str, subtitle: str, sections: Sequence[Section]) -> str:
+    """Return the page's texts and tables, of a figure's table at most twelve rows."""
+    lines = [f"# {_marked(title)}", "", f"{_marked(subtitle)}; hf-neuron-moe {__version__}"]
+    for section in sections:
+        lines += ["", f"## {_marked(section.heading)}"]
+        for part in section.parts:
+            if isinstance(part, str):
+                lines += ["", _marked(part)]
+                continue
+            rows = part.rows if isinstance(part, Table) else _spread(part.table.rows)
+            table = part if isinstance(part, Table) else part.table
+            if isinstance(part, Figure):
+                shown = f" ({len(rows)} of {len(table.rows)} rows)" if len(rows) < len(table.rows) else ""
+                lines += ["", f"**{_marked(part.title)}**{shown}"]
+            cells = [[_marked(_shown(cell)) for cell in row] for row in [table.columns, *rows]]
+            cells.insert(1, ["---"] * len(table.columns))
+            lines += ["", *(f"| {' | '.join(row)} |" for row in cells)]
+    return "\n".join(lines) + "\n"
+
+
+def render_json(title: str, subtitle: str, sections: Sequence[Section]) -> str:
+    """Return the page's texts and all rows of all tables as one JSON object; NaN and infinities are null."""
+    content = []
+    for section in sections:
+        texts = [part for part in section.parts if isinstance(part, str)]
+        figures = [
+            {"title": part.title, "alt": part.alt, **_object(part.table)}
+            for part in section.parts
+            if isinstance(part, Figure)
+        ]
+        tables = [_object(part) for part in section.parts if isinstance(part, Table)]
+        content.append({"heading": section.heading, "text": texts, "tables": tables, "figures": figures})
+    facts = {"title": title, "subtitle": subtitle, "version": __version__, "sections": content}
+    return json.dumps(facts, indent=1, allow_nan=False) + "\n"
+
+
+@public("report")
+def write_page(text: str, path: Path) -> int:
+    """Write a page whole or not at all; return its size in bytes."""
     remedy = "Name another file: -o FILE.html."
     if path.is_dir() or not path.parent.is_dir():
         got = "a folder" if path.is_dir() else f"a name in {path.parent}, which is no folder"
         remedy = "Name a file (-o FILE.html) in a folder that exists."
         raise DestinationError.about(str(path), _WRITABLE, got, remedy)
-    page = render(contents).encode()
+    page = text.encode()
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(page)
@@ -81,3 +137,40 @@ def write_report(contents: Contents, path: Path) -> int:
             raise DestinationError.about(str(path), _WRITABLE, got, remedy) from error
         raise DiskError.about(str(path), _WRITABLE, error.strerror, remedy) from error
     return len(page)
+
+
+def _figures(sections: Sequence[Section]) -> bool:
+    return any(isinstance(part, Figure) for section in sections for part in section.parts)
+
+
+def _shown(cell: Cell) -> str:
+    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def _marked(text: str) -> str:
+    """Escape a text for Markdown and its tables."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def _spread(rows: Sequence[Any]) -> list[Any]:
+    """At most a dozen rows, evenly spaced, with the first and the last."""
+    if len(rows) <= MOST_MARKDOWN_ROWS:
+        return list(rows)
+    last = MOST_MARKDOWN_ROWS - 1
+    return [rows[round(index * (len(rows) - 1) / last)] for index in range(MOST_MARKDOWN_ROWS)]
+
+
+def _object(table: Table) -> dict[str, Any]:
+    rows = [
+        [None if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in row] for row in table.rows
+    ]
+    return {"columns": list(table.columns), "rows": rows}
+
+
+def _csv(table: Table) -> str:
+    """A data address with the table; a text that a spreadsheet would compute gets an apostrophe before it."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    for row in [table.columns, *table.rows]:
+        writer.writerow([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row])
+    return "data:text/csv;charset=utf-8," + quote(out.getvalue())

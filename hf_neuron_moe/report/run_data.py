@@ -15,7 +15,7 @@ from hf_neuron_moe.errors import ReportError, public
 from hf_neuron_moe.precision_map import spelled
 
 RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
-METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
+METRICS_FILE, EVALUATIONS_FILE, GUARD_FILE = "metrics.jsonl", "evaluations.jsonl", "guard.jsonl"
 STUDY_FILE, STATE_FILE = "parity.json", "trainer_state.json"
 
 
@@ -28,6 +28,7 @@ class RunData:
     metrics: list[dict[str, Any]] = field(default_factory=list)  # objects of metrics.jsonl in their order
     evaluations: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Evaluation losses in the order of steps, by name: ``eval_loss``, or one per dataset."""
+    guard: list[dict[str, Any]] = field(default_factory=list)  # objects of guard.jsonl: figures and alarms of a step
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -95,13 +96,14 @@ def read_runs(directory: Path) -> Contents:
 
 def _run(folder: Path) -> RunData:
     name, run = folder.resolve().parent.name, _object(folder / RUN_FILE, ("patch", "config"))
-    metrics, evaluations = (list(_lines(folder / file)) for file in (METRICS_FILE, EVALUATIONS_FILE))
+    files = (METRICS_FILE, EVALUATIONS_FILE, GUARD_FILE)
+    metrics, evaluations, guard = (list(_lines(folder / file)) for file in files)
     losses: dict[str, dict[float, float]] = {}  # of a step that was evaluated twice the later one
     for record in evaluations or _history(folder.parent / STATE_FILE):
         for key, value in record.items():
             if key.startswith("eval_") and key.endswith("loss") and isinstance(value, int | float):
                 losses.setdefault(key, {})[float(record["step"])] = float(value)
-    return RunData(name, run, metrics, {key: sorted(values.items()) for key, values in losses.items()})
+    return RunData(name, run, metrics, {key: sorted(values.items()) for key, values in losses.items()}, guard)
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

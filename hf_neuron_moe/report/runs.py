@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_neuron_moe.report.curves import band_of_runs
+from hf_neuron_moe.report.page import Missing, Section
+from hf_neuron_moe.report.plots import Cell, Figure, Line, Point, Table, line_figure
 from hf_neuron_moe.report.run_data import RunData
-from hf_neuron_moe.report.sections import figures, kib, missing, note, section, step_figure, table
-from hf_neuron_moe.report.svg import Line, Point
 
 Facts = dict[str, str]
 
 _LOGGED = (
-    ("learning_rate", "Learning rate", "learning rate"),
-    ("grad_norm", "Gradient norm", "gradient norm"),
-    ("tokens_per_second", "Throughput", "tokens/s"),
+    ("learning_rate", "Learning rate", "learning rate", 1),
+    ("grad_norm", "Gradient norm", "gradient norm", 1),
+    ("tokens_per_second", "Throughput", "tokens/s", 1),
+    ("peak_memory_bytes", "Peak memory", "GiB", 2**30),
 )
-"""Key of the metrics, title of the figure, label of its axis."""
+"""Key of the metrics, title of the figure, label of its axis and its unit in the key's."""
 
 
 @dataclass
@@ -89,9 +90,9 @@ def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
     return models
 
 
-def _logged(run: RunData, key: str) -> list[Point]:
+def _logged(run: RunData, key: str, unit: int = 1) -> list[Point]:
     """Steps and values of a metric, as far as it was logged; of a step that was logged twice the later value."""
-    values = {float(record["step"]): float(record[key]) for record in run.metrics if record.get(key) is not None}
+    values = {float(record["step"]): record[key] / unit for record in run.metrics if record.get(key) is not None}
     return sorted(values.items())
 
 
@@ -105,67 +106,67 @@ def labels(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def losses_section(runs: Sequence[RunData]) -> str:
+def losses_section(runs: Sequence[RunData]) -> Section:
     """Loss curves, one figure per model; runs of one configuration are one line with a band."""
-    models = grouped(runs)
-    if not models:
-        return section("Loss curves", missing("No loss was logged."))
-    return section("Loss curves", figures(_losses_figure(model, groups) for model, groups in models.items()))
+    drawn = [_losses_figure(model, groups) for model, groups in grouped(runs).items()]
+    return Section("Loss curves", drawn or [Missing("No loss was logged.")])
 
 
-def _losses_figure(model: str, groups: Sequence[Group]) -> str:
+def _losses_figure(model: str, groups: Sequence[Group]) -> Figure:
     lines, caption = [], f"{model}: loss as logged, averaged over a twentieth of the run"
     most = max(len(group.runs) for group in groups)
     if most > 1:
         caption += f"; bands: lowest to highest of up to {most} runs of one configuration, of those that have the step"
     for name, group in zip(labels(groups), groups):
-        curves = [_logged(run, "loss") for run in group.runs]
+        curves = {run.name: _logged(run, "loss") for run in group.runs}
         lines.append(band_of_runs(name, curves))
-        ends = [curve[-1][0] for curve in curves]
+        ends = [curve[-1][0] for curve in curves.values()]
         if ends.count(max(ends)) < len(ends):
             caption += f"; {name}: {ends.count(max(ends))} of {len(ends)} runs reach step {max(ends):g}"
     return _figure(model, "Training loss", "loss (nats)", lines, caption)
 
 
-def progress_section(runs: Sequence[RunData]) -> str:
-    """Evaluation loss, learning rate, gradient norm and throughput over the steps, one figure each per model."""
+def progress_section(runs: Sequence[RunData]) -> Section:
+    """Evaluation loss, learning rate, gradient norm, throughput and memory over the steps, each by model."""
     drawn = []
     for model, groups in grouped(runs).items():
         named = list(zip(labels(groups), groups))
         datasets = list(dict.fromkeys(key for group in groups for run in group.runs for key in run.evaluations))
         curves = {
-            name if len(datasets) == 1 else f"{name}; {dataset}": [run.evaluations.get(dataset) for run in group.runs]
+            name if len(datasets) == 1 else f"{name}; {dataset}": {
+                run.name: run.evaluations.get(dataset, []) for run in group.runs
+            }
             for dataset in datasets
             for name, group in named
         }
         courses = [("Evaluation loss", "evaluation loss (nats)", _lines(curves))]
-        for key, title, axis in _LOGGED:
-            logged = {name: [_logged(run, key) for run in group.runs] for name, group in named}
+        for key, title, axis, unit in _LOGGED:
+            logged = {name: {run.name: _logged(run, key, unit) for run in group.runs} for name, group in named}
             courses.append((title, axis, _lines(logged)))
         for title, axis, lines in courses:
             caption = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
             if lines:
                 drawn.append(_figure(model, title, axis, lines, f"{model}: {title.lower()} as logged{caption}"))
-    return section("Course of training", figures(drawn) if drawn else missing("Nothing else was logged."))
+    return Section("Course of training", drawn or [Missing("Nothing else was logged.")])
 
 
-def _lines(curves: Mapping[str, Sequence[list[Point] | None]]) -> list[Line]:
+def _lines(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> list[Line]:
     """A line per configuration whose runs have the curve, as logged."""
-    known = {name: [curve for curve in of_runs if curve] for name, of_runs in curves.items()}
+    known = {name: {run: curve for run, curve in runs.items() if curve} for name, runs in curves.items()}
     return [band_of_runs(name, of_runs, window=1) for name, of_runs in known.items() if of_runs]
 
 
-def _figure(model: str, title: str, axis: str, lines: Sequence[Line], caption: str) -> str:
+def _figure(model: str, title: str, axis: str, lines: Sequence[Line], caption: str) -> Figure:
     alt = f"{title} of {model} over the steps, by configuration: {' | '.join(line.name for line in lines)}"
-    return step_figure(lines, axis, alt, caption)
+    return line_figure(lines, title=caption, alt=alt, y=axis)
 
 
-def runs_table(runs: Sequence[RunData]) -> str:
+def runs_table(runs: Sequence[RunData]) -> Section:
     """Configuration of every run and the figures of its last logging step."""
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for run in runs:
         last, whole = run.metrics[-1] if run.metrics else {}, run.training.get("max_steps")
-        row = {
+        row: dict[str, Cell] = {
             "run": run.name,
             "loss": _number(last.get("loss"), ".4f"),
             "eval loss": _evaluated(run),
@@ -180,11 +181,11 @@ def runs_table(runs: Sequence[RunData]) -> str:
             "resumed from": _text(run.training.get("resumed_from_step") or None),
         }
         rows.append(row)
-    caption = note(
+    caption = (
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 and every "
         "expert's tokens to whole blocks; it says nothing about the torch backend's time."
     )
-    return section("Runs", table(list(rows[0]), [list(row.values()) for row in rows]) + caption)
+    return Section("Runs", [Table(list(rows[0]), [list(row.values()) for row in rows]), caption])
 
 
 def _evaluated(run: RunData) -> str:
@@ -193,6 +194,11 @@ def _evaluated(run: RunData) -> str:
     if list(last) == ["eval_loss"]:
         return _number(last["eval_loss"], ".4f")
     return ", ".join(f"{name} {_number(loss, '.4f')}" for name, loss in last.items()) or "-"
+
+
+def kib(nbytes: float | None) -> str:
+    """Bytes in KiB for a cell."""
+    return "-" if nbytes is None else f"{nbytes / 1024:,.2f}"
 
 
 def _text(value: Any) -> str:

@@ -1,53 +1,27 @@
-"""The sections of the page: each function returns the HTML of one, or says what is missing and why."""
+"""The sections about one run, about what runs save, and about a study; what is missing is said, and why."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_neuron_moe.errors import pattern_of, spelled_together
-from hf_neuron_moe.report.curves import band, differences
+from hf_neuron_moe.report.curves import band, band_of_runs, differences
+from hf_neuron_moe.report.page import Missing, Part, Section
+from hf_neuron_moe.report.plots import Figure, Line, Table, Threshold, bar_figure, heat_map, line_figure
 from hf_neuron_moe.report.run_data import RunData, StudyData
-from hf_neuron_moe.report.svg import Line, bar_chart, heat_map, line_chart
+from hf_neuron_moe.report.runs import kib
 
 LEAST_DB = 6.0  # Range of a scale of colours: smaller differences of SQNR should not look large
+FLOOR = Threshold(
+    24.0, "below 24 dB, the least that MXFP8 makes of finite values"
+)  # docs/convert.md, what verify checks
+DEAD = Threshold(0.01, "below 1 % of the mean: a dead expert")
+MOST_PICTURES = 40  # behind one slider
 _MAP_KEYS = ("kind", "class_name", "experts", "hidden_size", "intermediate_size", "status", "activations")
-_STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
-
-
-def section(title: str, body: str) -> str:
-    """Return a section with its heading."""
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
-
-
-def figure(drawing: str, caption: str) -> str:
-    """Return a figure with its caption."""
-    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def figures(drawn: Iterable[str]) -> str:
-    """Put figures beside each other where there is room."""
-    return f'<div class="figures">{"".join(drawn)}</div>'
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table that scrolls by itself where it is wider than the page."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def note(text: str) -> str:
-    """Explain what is above."""
-    return f'<p class="soft">{escape(text)}</p>'
-
-
-def missing(text: str) -> str:
-    """Say what is not there."""
-    return f'<p class="missing">{escape(text)}</p>'
+_STATUS = ("patched", "skipped", "refused")
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -59,28 +33,18 @@ def short_names(names: Sequence[str]) -> list[str]:
     return [".".join(parts[shared:]) for parts in split]
 
 
-def kib(nbytes: float | None) -> str:
-    """Bytes in KiB for a cell."""
-    return "-" if nbytes is None else f"{nbytes / 1024:,.2f}"
-
-
-def step_figure(lines: Sequence[Line], axis: str, alt: str, caption: str) -> str:
-    """Return a figure of curves over the steps."""
-    return figure(line_chart(lines, alt=alt, x_label="step", y_label=axis), caption)
-
-
-def study_sections(study: StudyData) -> str:
+def study_sections(study: StudyData) -> list[Section]:
     """Loss curves and differences of a parity study, its table, and what the variants save."""
     drawn = []
     for model, variants in study.content["models"].items():
         # The short comparison of exact policies has a row of the table and no line.
         shown = {name: seeds for name, seeds in variants.items() if seeds and not name.startswith("fp32,")}
-        lines = [band(name, list(seeds.values())) for name, seeds in shown.items()]
+        lines = [band(name, seeds) for name, seeds in shown.items()]
         seeds = max((len(seeds) for seeds in variants.values()), default=0)
         bands = f"bands: lowest to highest of {seeds} seeds" if seeds > 1 else "one seed"
         alt = f"Training loss of {model} over the steps, by variant: {', '.join(line.name for line in lines)}"
-        caption = f"{model}: loss, averaged over a twentieth of the run; {bands}"
-        drawn.append(step_figure(lines, "loss (nats)", alt, caption))
+        title = f"{model}: loss, averaged over a twentieth of the run; {bands}"
+        drawn.append(line_figure(lines, title=title, alt=alt, y="loss (nats)"))
         compared = {name: entry.get("reference") for name, entry in _summary(study, model)["variants"].items()}
         gaps = [
             line
@@ -89,11 +53,11 @@ def study_sections(study: StudyData) -> str:
         ]
         if gaps:
             alt = f"Difference of {model}'s loss between variants in percent over the steps"
-            caption = f"{model}: difference of the averaged loss on the same batches; {bands}"
-            drawn.append(step_figure(gaps, "difference (%)", alt, caption))
-    losses = section(f"Loss curves: {study.name}", figures(drawn) + _study_table(study))
+            title = f"{model}: difference of the averaged loss on the same batches; {bands}"
+            drawn.append(line_figure(gaps, title=title, alt=alt, y="difference (%)"))
+    losses = Section(f"Loss curves: {study.name}", [*_study_table(study), *drawn])
     saved = study.content.get("saved_bytes_per_token") or {}
-    return losses + (_bytes_figures(saved) if saved else "")
+    return [losses, _bytes_figures(saved)] if saved else [losses]
 
 
 def _summary(study: StudyData, model: str) -> Mapping[str, Any]:
@@ -102,7 +66,7 @@ def _summary(study: StudyData, model: str) -> Mapping[str, Any]:
     return {"variants": {}, "fp32": None, **found}
 
 
-def _study_table(study: StudyData) -> str:
+def _study_table(study: StudyData) -> list[Table]:
     rows = []
     for model in study.content["models"]:
         summary = _summary(study, model)
@@ -119,37 +83,30 @@ def _study_table(study: StudyData) -> str:
             gap = f"{exact['largest_difference']:.1e} (largest, relative)"
             name = f"fp32: lossless policies, {exact['steps']} steps"
             rows.append((model, name, "-", "-", gap, f"{exact['goal']:g}: {'met' if exact['met'] else 'missed'}"))
-    return table(("model", "variant", "last-100 mean", "seeds' spread", "difference", "goal"), rows) if rows else ""
+    columns = ("model", "variant", "last-100 mean", "seeds' spread", "difference", "goal")
+    return [Table(columns, rows)] if rows else []
 
 
-def _bytes_figures(saved: Mapping[str, Mapping[str, float]]) -> str:
+def _bytes_figures(saved: Mapping[str, Mapping[str, float]]) -> Section:
     """A figure per model of what its blocks keep, by policy."""
     drawn = []
     for model, values in saved.items():
-        shown = {name: value / 1024 for name, value in values.items()}
         alt = f"KiB per token that the blocks of {model} keep for backward, by policy"
-        chart = bar_chart(shown, alt=alt, unit="KiB/token")
-        drawn.append(figure(chart, f"{model}: kept by all patched blocks together"))
-    return section("Saved for backward", figures(drawn))
+        series = {"KiB/token": [value / 1024 for value in values.values()]}
+        drawn.append(bar_figure(list(values), series, title=f"{model}: kept by all patched blocks together", alt=alt))
+    return Section("Saved for backward", drawn)
 
 
-def map_section(runs: Sequence[RunData]) -> str:
+def map_section(runs: Sequence[RunData]) -> Section:
     """Which modules are patched, with which policy."""
-    parts = []
+    parts: list[Part] = []
     for run in runs:
-        counts = {status: sum(entry["status"] == status for entry in run.entries) for status in _STATUS}
-        caption = escape(", ".join(f"{count} {status}" for status, count in counts.items()))
-        cells = ""
-        for entry in run.entries:
-            why = f", {entry['reason']}" if entry.get("reason") else ""
-            title = escape(f"{entry['name']}: {entry['status']}{why}")
-            cells += f'<i class="{_STATUS.get(entry["status"], "bad")}" title="{title}"></i>'
-        strip = f'<div class="strip" role="img" aria-label="{caption}, in model order">{cells}</div>'
-        parts.append(f"<h3>{escape(run.name)}: {escape(run.policy)}</h3><p>{caption}.</p>{strip}{_map(run)}")
-    return section("Patch map", "".join(parts))
+        counts = ((sum(entry["status"] == status for entry in run.entries), status) for status in _STATUS)
+        parts += [f"{run.name}: {', '.join(f'{count} {status}' for count, status in counts)}.", _map(run)]
+    return Section("Patch map", parts)
 
 
-def _map(run: RunData) -> str:
+def _map(run: RunData) -> Table:
     """The entries, those that differ in their numbers only in one row."""
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for entry in run.entries:
@@ -160,11 +117,10 @@ def _map(run: RunData) -> str:
         (f"{spelled_together(names)} ({len(names)})" if len(names) > 1 else names[0], *facts[1:])
         for facts, names in groups.items()
     ]
-    headings = ("module", "kind", "class", "E", "H", "I", "status", "activations", "KiB/token each", "reason")
-    return table(headings, rows)
+    return Table(("module", "kind", "class", "E", "H", "I", "status", "activations", "KiB/token each", "reason"), rows)
 
 
-def bytes_section(runs: Sequence[RunData]) -> str:
+def bytes_section(runs: Sequence[RunData]) -> Section:
     """What the patched blocks of every run keep for backward."""
     values: dict[str, dict[str, float]] = defaultdict(dict)
     for run in runs:
@@ -173,39 +129,78 @@ def bytes_section(runs: Sequence[RunData]) -> str:
         if kept and len(kept) == len(patched):
             values[run.model][run.policy] = sum(kept)
     if not values:
-        return section("Saved for backward", missing("The patch report has no saved bytes."))
+        return Section("Saved for backward", [Missing("The patch report has no saved bytes.")])
     return _bytes_figures(values)
 
 
-def health_section(run: RunData) -> str:
-    """Signal-to-noise ratio of MXFP8 quantization per module: by tensor at the last sample, and of inputs over time."""
+def health_section(run: RunData) -> Section:
+    """Signal-to-noise ratio of MXFP8 quantization per module, tensor and step, the least of all, and what to do."""
     sampled = [record for record in run.metrics if record.get("health")]
     title = f"Quantization health: {run.name}"
     if not sampled:
-        return section(title, missing("Not sampled: neuron_health_steps was 0, or the run ended before."))
+        return Section(title, [Missing("Not sampled: neuron_health_steps was 0, or the run ended before.")])
     last = sampled[-1]["health"]
-    rows, steps = short_names(list(last)), [str(record["step"]) for record in sampled]
-    tensors = list(dict.fromkeys(tensor for module in last.values() for tensor in module.get("weights", {})))
-    now = [
-        [_sqnr(of) for of in (*(module.get("weights", {}).get(tensor) for tensor in tensors), module.get("input"))]
-        for module in last.values()
-    ]
-    alt = f"SQNR per module and tensor at step {steps[-1]}"
-    drawing = heat_map(rows, [*tensors, "input"], now, alt=alt, unit="dB", least_range=LEAST_DB)
-    drawn = [figure(drawing, f"SQNR under MXFP8 at step {steps[-1]}, by module and tensor")]
-    if len(sampled) > 1:
-        alt = "SQNR of the modules' inputs over the steps"
-        inputs = [[_sqnr(record["health"].get(module, {}).get("input")) for record in sampled] for module in last]
-        drawing = heat_map(rows, steps, inputs, alt=alt, unit="dB", least_range=LEAST_DB)
-        drawn.append(figure(drawing, "SQNR of the inputs under MXFP8, by module and step"))
-    return section(title, figures(drawn) + _worst(last))
+    modules, steps = short_names(list(last)), [str(record["step"]) for record in sampled]
+    weights = dict.fromkeys(tensor for module in last.values() for tensor in module.get("weights", {}))
+    by_step = {
+        str(record["step"]): [
+            [_sqnr({**of.get("weights", {}), "input": of.get("input")}.get(tensor)) for tensor in (*weights, "input")]
+            for of in (record["health"].get(module, {}) for module in last)
+        ]
+        for record in sampled
+    }
+    shown = {step: by_step[step] for step in list(by_step)[:: -(-len(by_step) // MOST_PICTURES)]} | {
+        steps[-1]: by_step[steps[-1]]
+    }
+    alt = f"SQNR per module and tensor at step {steps[-1]}" + (", and at earlier steps" if len(shown) > 1 else "")
+    facts: dict[str, Any] = {"unit": "dB", "least_range": LEAST_DB, "thresholds": [FLOOR]}
+    columns, caption = [*weights, "input"], "SQNR under MXFP8, by module and tensor"
+    drawn = [heat_map(modules, columns, shown, title=caption, alt=alt, **facts)]
+    if len(by_step) > 1:
+        alt, caption = (
+            "SQNR of the modules' inputs over the steps",
+            "SQNR of the inputs under MXFP8, by module and step",
+        )
+        inputs = [[cells[row][-1] for cells in by_step.values()] for row in range(len(modules))]
+        drawn.append(heat_map(modules, list(by_step), inputs, title=caption, alt=alt, **facts))
+        drawn.append(_least(by_step, len(columns)))
+    return Section(title, [*drawn, _advice(by_step, list(last), columns), _worst(last)])
+
+
+def _least(by_step: Mapping[str, Sequence[Sequence[float | None]]], count: int) -> Figure:
+    """The lowest SQNR of all modules' weights and inputs over the steps."""
+    lines = []
+    for name, places in (("weights", slice(0, count - 1)), ("inputs", slice(count - 1, count))):
+        known = {step: [v for row in cells for v in row[places] if v is not None] for step, cells in by_step.items()}
+        points = [(float(step), min(values)) for step, values in known.items() if values]
+        lines += [Line(name, points)] if points else []
+    alt = "Lowest SQNR of all modules over the steps, of weights and of inputs"
+    return line_figure(lines, title="Lowest SQNR of all modules under MXFP8", alt=alt, y="dB", thresholds=[FLOOR])
+
+
+def _advice(by_step: Mapping[str, Any], modules: Sequence[str], columns: Sequence[str]) -> str:
+    """Which modules fall below the threshold, and what to do about them."""
+    low = {
+        module: f"{module} ({columns[place]}, step {step})"
+        for step, cells in by_step.items()
+        for module, row in zip(modules, cells)
+        for place, value in enumerate(row)
+        if value is not None and value < FLOOR.value
+    }
+    if not low:
+        return f"No module is {FLOOR.text}."
+    names = ", ".join(list(low.values())[:6]) + (f" and {len(low) - 6} more" if len(low) > 6 else "")
+    return (
+        f"An SQNR {FLOOR.text}: {names}. Subnormal or infinite values do this. To leave a module in bf16, pass "
+        f'precision={{"*": "mxfp8", "{next(iter(low))}": "bf16"}}.'
+    )
 
 
 def _sqnr(figures: Mapping[str, Any] | None) -> float | None:
     return (figures or {}).get("sqnr_db")
 
 
-def _worst(health: Mapping[str, Any]) -> str:
+def _worst(health: Mapping[str, Any]) -> Table:
     """The extremes over all modules of one sample."""
     tensors = [tensor for module in health.values() for tensor in module.get("weights", {}).values()]
     tensors += [module["input"] for module in health.values() if module.get("input")]
@@ -218,15 +213,16 @@ def _worst(health: Mapping[str, Any]) -> str:
     ):
         values = [tensor[key] for tensor in tensors if tensor.get(key) is not None]
         rows.append((text, f"{most(values):.4g}" if values else "-"))
-    return table(("over all modules", "value"), rows)
+    return Table(("over all modules, last sample", "value"), rows)
 
 
-def load_section(run: RunData) -> str:
+def load_section(run: RunData) -> Section:
     """Load of every expert relative to the mean, and its evenness over time."""
     logged = [record for record in run.metrics if record.get("experts")]
     title = f"Expert load: {run.name}"
     if not logged:
-        return section(title, missing("No experts: the model's patched blocks are dense, or nothing was logged."))
+        text = "No experts: the model's patched blocks are dense, or nothing was logged."
+        return Section(title, [Missing(text)])
     modules = list(logged[-1]["experts"])
     cells: list[list[float | None]] = []
     for module in modules:
@@ -236,21 +232,20 @@ def load_section(run: RunData) -> str:
         cells.append([count / mean if mean else None for count in totals])
     names, columns = short_names(modules), [str(expert) for expert in range(max(map(len, cells)))]
     alt = "Load of every expert over its module's mean, over the whole run"
-    drawing = heat_map(names, columns, cells, alt=alt, unit="x mean", low=0.0)
-    drawn = [figure(drawing, "Tokens per expert over the module's mean, whole run; 0 is a dead expert")]
+    caption = "Tokens per expert over the module's mean, whole run"
+    drawn = [heat_map(names, columns, cells, title=caption, alt=alt, unit="x mean", low=0.0, thresholds=[DEAD])]
     lines = []
     for name, module in list(zip(names, modules))[:: max(1, len(modules) // 6)][:6]:
         entropy = {float(record["step"]): record["experts"][module]["entropy"] for record in logged}
-        known = {step: value for step, value in entropy.items() if value is not None}
-        if known:
-            lines.append(band(name, [list(known.values())], list(known)))
+        known = [(step, value) for step, value in entropy.items() if value is not None]
+        lines += [band_of_runs(name, {"": known})] if known else []
     if len(logged) > 1 and lines:
         caption = "Entropy of the load (1: all experts alike), of some modules"
-        drawn.append(step_figure(lines, "entropy", "Entropy of the expert load over the steps", caption))
-    return section(title, figures(drawn))
+        drawn.append(line_figure(lines, title=caption, alt="Entropy of the expert load over the steps", y="entropy"))
+    return Section(title, drawn)
 
 
-def environment_section(title: str, environment: Mapping[str, Any]) -> str:
+def environment_section(title: str, environment: Mapping[str, Any]) -> Section:
     """Versions, machine, date; what has no value (no accelerator, say) is left out."""
     facts: dict[str, str] = {}
     for key, value in environment.items():
@@ -258,5 +253,4 @@ def environment_section(title: str, environment: Mapping[str, Any]) -> str:
             facts |= {f"{inner}": str(known) for inner, known in value.items() if known is not None}
         elif value is not None:
             facts[key] = value if isinstance(value, str) else json.dumps(value)
-    items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
-    return section(title, f"<dl>{items}</dl>" if items else missing("Nothing was recorded."))
+    return Section(title, [Table(("of", "value"), list(facts.items())) if facts else Missing("Nothing was recorded.")])

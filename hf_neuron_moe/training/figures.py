@@ -7,6 +7,7 @@ matmul that the rows are an operand of.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,6 +78,17 @@ def padding_overhead(
         needed += rows * H * I
         done += padded_rows.get(name, rows) * padded_size(H) * padded_size(I)
     return done / needed - 1.0 if needed else 0.0
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the most bytes that were allocated on a GPU; on a CPU, that the process held. 0 where nothing tells."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu" or sys.platform == "win32":
+        return 0.0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
 def quantization_health(rows_RK: Tensor) -> Tensor:

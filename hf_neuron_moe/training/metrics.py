@@ -24,6 +24,7 @@ from hf_neuron_moe.training.figures import (
     health_record,
     load_figures,
     padding_overhead,
+    peak_memory,
     quantization_health,
 )
 
@@ -143,8 +144,8 @@ class TrainingMonitor:
         *counts, decisions, changed = summed.tolist()
         totals = iter(counts)
         # Now that the device has caught up, the time it took is known.
-        elapsed = torch.tensor(self.elapsed + time.perf_counter() - self.mark, device=self.device)
-        elapsed_s = _gathered(elapsed).max().item()
+        spent = torch.tensor([self.elapsed + time.perf_counter() - self.mark, peak_memory(self.device)])
+        elapsed_s, memory = _gathered(spent.to(self.device)).amax(dim=0).tolist()
         tokens, positions = next(totals), next(totals)
         padded_rows, copies, loads = {}, {}, {}
         for name in self.counts:
@@ -152,6 +153,7 @@ class TrainingMonitor:
             loads[name] = [next(totals) for _ in range(self.sizes[name][0])]
         record: dict[str, Any] = {
             "tokens_per_second": tokens / elapsed_s if elapsed_s > 0 else 0.0,
+            "peak_memory_bytes": memory or None,
             "saved_bytes_per_token": sum(block.saved_bytes_per_token for block in self.blocks.values()),
             "padding_overhead": padding_overhead(self.sizes, positions, loads, padded_rows),
             "experts": {

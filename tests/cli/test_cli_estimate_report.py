@@ -178,3 +178,26 @@ def test_report_writes_one_file_and_refuses_other_folders(run, tmp_path: Path):
     unwritable = run("report", tmp_path / "out", "-o", tmp_path / "no" / "page.html", "--json")
     shown = json.loads(unwritable.out)
     assert unwritable.code == 4 and shown["kind"] == "destination" and ".partial" not in shown["message"]
+
+
+def test_report_has_three_forms_and_opens_what_it_wrote(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "out" / "neuron_moe"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"patch": {"entries": []}, "config": {"precision": "bf16"}, "model": "m"}')
+    assert run("report", tmp_path / "out", "--format", "md").code == 0
+    assert (tmp_path / "out" / "report.md").read_text(encoding="utf-8").startswith("# Training report: out\n")
+    assert run("report", tmp_path / "out", "-o", tmp_path / "facts.json").code == 0  # by the suffix
+    assert json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))["title"] == "Training report: out"
+    assert run("report", tmp_path / "out", "-o", tmp_path / "facts.json", "--format", "html").code == 0
+    assert (tmp_path / "facts.json").read_text(encoding="utf-8").startswith("<!doctype html>")
+    wrong = run("report", tmp_path / "out", "--format", "pdf")
+    assert wrong.code == 2 and "html, md, json" in wrong.err
+    for found, said in ((True, ""), (False, "no web browser found")):
+        opened: list[str] = []
+        monkeypatch.setattr(
+            "webbrowser.open", lambda address, found=found, opened=opened: opened.append(address) or found
+        )
+        shown = run("report", tmp_path / "out", "--open")
+        assert shown.code == 0 and said in shown.out
+        assert opened == [(tmp_path / "out" / "report.html").as_uri()]
+        assert json.loads(run("report", tmp_path / "out", "--open", "--json").out)["opened"] is found

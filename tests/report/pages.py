@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 TRAINING = {
     "learning_rate": 1e-3,
@@ -31,6 +34,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
+        self.data: list[str] = []  # of scripts
         self.feed(text)
         self.close()
         assert self.open == []
@@ -47,11 +51,21 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        (self.data if self.open[-1:] == ["script"] else self.words).append(data)
 
     def figures(self) -> list[str]:
         """What the figures show, as a screen reader says it."""
-        return [str(attrs["aria-label"]) for tag, attrs in self.tags if tag == "svg"]
+        return [str(attrs["aria-label"]) for tag, attrs in self.tags if attrs.get("role") == "img"]
+
+    def drawings(self) -> dict[str, dict[str, Any]]:
+        """What plotly.js gets, by the figures' description."""
+        scripts = [json.loads(text) for text in self.data if text.startswith("{")]
+        return dict(zip(self.figures(), scripts, strict=True))
+
+    def files(self) -> list[list[list[str]]]:
+        """The tables to download."""
+        links = [str(attrs["href"]).partition(",")[2] for tag, attrs in self.tags if tag == "a" and "download" in attrs]
+        return [list(csv.reader(io.StringIO(unquote(link), newline=""))) for link in links]
 
     def text(self) -> str:
         return " ".join(self.words)
@@ -107,6 +121,7 @@ def write_run(
                 "grad_norm": 0.5 / step,
                 "tokens_per_second": 321.0,
                 "saved_bytes_per_token": 4096.0,
+                "peak_memory_bytes": 3 * 2**29,
                 "padding_overhead": 0.25,
             }
             load = {"entropy": 0.9, "max_over_mean": 1.5, "dead": 1, "load": [0, 10, 20, 10]}
@@ -118,6 +133,24 @@ def write_run(
     if evaluated:
         measured = [{"step": step, "eval_loss": 6.0 / step + shift} for step in range(evaluated, steps + 1, evaluated)]
         (files / "evaluations.jsonl").write_text("".join(json.dumps(record) + "\n" for record in measured))
+
+
+def write_guard(folder: Path, steps: int, *, alarm_in: int = 0) -> None:
+    """The guard's file of a run; in one step an expert's result is wrong."""
+    lines = []
+    for step in range(1, steps + 1):
+        operand = {"nonfinite": 0.0, "amax": 4.0, "rms": 1.0, "sqnr_db": 31.0 + step / 10, "flushed": 0.0}
+        blocks = {
+            f"model.layers.{layer}.mlp": {
+                "gate_up": {"activations": operand, "weights": operand | {"sqnr_db": None, "amax": None}},
+                "down": {"y": {"rounding": 1.0, "worst": 0.002 * (step == alarm_in and layer == 1) + 0.001}},
+            }
+            for layer in range(2)
+        }
+        alarm = {"step": step, "block": "model.layers.1.mlp", "product": "down", "operand": "result", "figure": "worst"}
+        alarm |= {"expert": 3, "value": 0.3, "low": 0.0, "high": None, "result": "y", "process": 0}
+        lines.append(json.dumps({"step": step, "blocks": blocks, "alarms": [alarm] if step == alarm_in else []}) + "\n")
+    (folder / "neuron_moe" / "guard.jsonl").write_text("".join(lines))
 
 
 def write_study(folder: Path) -> None:
