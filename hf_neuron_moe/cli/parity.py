@@ -96,13 +96,13 @@ def _named(recipes: list[str]) -> dict[str, Any]:
 
 def _train(study: RecipeStudy) -> None:
     """Do the runs that have no result, with progress and the time that is left on standard error."""
-    missing, steps = study.missing, study.setting.steps
+    total = len(study.missing) * study.setting.steps
     with watching("training", unit="steps") as (watch, progress):
-        for number, (variant, seed) in enumerate(missing):
+        for number, run in enumerate(study.missing, len(study.runs) - len(study.missing)):
             try:
-                study.do(variant, seed, lambda: progress(watch.done + 1, len(missing) * steps))
+                study.do(*run, lambda: progress(watch.done + 1, total))
             except KeyboardInterrupt:
-                done = f"{len(study.runs) - len(missing) + number} of {len(study.runs)} runs ended"
+                done = f"{number} of {len(study.runs)} runs ended"
                 typer.echo(f"{done}; the same command continues: they are in {study.folder}", err=True)
                 raise
 
@@ -111,7 +111,7 @@ def _show(study: RecipeStudy, summary: Mapping[str, Mapping[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from hf_neuron_moe.recipes.loss_differences import LAST, t_factor
 
@@ -119,20 +119,19 @@ def _show(study: RecipeStudy, summary: Mapping[str, Mapping[str, Any]]) -> None:
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has no edge
     last = min(LAST, study.setting.steps)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("variant", overflow="fold")
-    for heading in (f"loss, last {last}", "to stock", "eval loss", "to stock", "step", "saved/token"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = (f"loss, last {last}", "to stock", "eval loss", "to stock", "step", "saved/token")
+    columns = (Column("variant"), *(Column(heading, justify="right") for heading in numbers))
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name, of in summary.items():
         losses = (f"{of['last_mean']:.4f}", _difference(of), f"{of['eval_loss']:.4f}", _difference(of["eval"]))
         saved = f"{of['saved_bytes_per_token'] / 1024:,.1f} KiB"
         table.add_row(escape(name), *losses, f"x {of['time_ratio']:.2f}", saved)
     console.print(table)
-    start = f"{summary['stock']['eval_before']:.4f}"
-    lines = [f"{study.setting.steps} steps on the same batches; evaluation loss of the stock model before: {start}"]
-    if study.seeds > 1:
-        reach = f"{t_factor(study.seeds - 1):.1f} standard errors of the mean"
-        lines.append(f"±: 95 % confidence over {study.seeds} seeds, {reach}; more seeds narrow it")
+    start = summary["stock"]["eval_before"]
+    lines = [f"{study.setting.steps} steps on the same batches; stock's evaluation loss was {start:.4f} before"]
+    if (seeds := summary["stock"]["seeds"]) > 1:
+        reach = f"{t_factor(seeds - 1):.1f} standard errors of the mean"
+        lines.append(f"±: 95 % confidence over {seeds} seeds, {reach}; more seeds narrow it")
     else:
         lines.append("One seed has no confidence band: add --seeds 3")
     lines += [_verdict(name, of["eval"]) for name, of in summary.items() if name != "stock"]
@@ -150,10 +149,7 @@ def _difference(paired: Mapping[str, Any]) -> str:
 def _verdict(name: str, paired: Mapping[str, Any]) -> str:
     """What the difference of the evaluation loss says about a recipe."""
     gap, band = paired["difference_percent"], paired["band_percent"]
+    told = f"{name}: evaluation loss {_difference(paired)} to stock's"
     if band is None:
-        return f"{name}: evaluation loss {gap:+.3f} % by one seed, which says nothing about chance"
-    if abs(gap) <= band:
-        return (
-            f"{name}: no difference of the evaluation loss beyond the band ({gap - band:+.3f} to {gap + band:+.3f} %)"
-        )
-    return f"{name}: evaluation loss {'worse' if gap > 0 else 'better'} than stock's, {_difference(paired)}"
+        return f"{told} by one seed, which says nothing about chance"
+    return f"{told}: {'within chance' if abs(gap) <= band else 'worse' if gap > 0 else 'better'}"

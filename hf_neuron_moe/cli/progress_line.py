@@ -75,7 +75,6 @@ def _sample(watch: Watch, stop: threading.Event) -> None:
 def _logged(label: str, watch: Watch, unit: str) -> Update:
     """Write a line when a minute has passed since the last one."""
     last = watch.seconds
-    words = in_words if not unit else lambda count: f"{count:,.3g} {unit}" if count < 100 else f"{count:,.0f} {unit}"
 
     def update(done: int, total: int) -> None:
         nonlocal last
@@ -83,9 +82,11 @@ def _logged(label: str, watch: Watch, unit: str) -> Update:
         now = watch.seconds
         if now - last >= LOG_SECONDS:
             last = now
-            progress = f"{words(done)} of {words(total)} ({100 * done // max(total, 1)} %)"
+            words = f"{done:,} of {total:,} {unit}" if unit else f"{in_words(done)} of {in_words(total)}"
+            rate = "" if unit else f", {in_words(done / now)}/s"
             left = f"about {now * (total - done) / max(done, 1) / 60:,.0f} min left"
-            line = f"{label}: {progress}, {words(done / now)}/s, {left}, peak {in_words(watch.peak)}"
+            progress = f"{words} ({100 * done // max(total, 1)} %){rate}"
+            line = f"{label}: {progress}, {left}, peak {in_words(watch.peak)}"
             typer.echo(line, err=True)
 
     return update

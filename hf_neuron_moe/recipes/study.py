@@ -6,6 +6,8 @@ Legend: N rows, L tokens per row.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -25,18 +27,20 @@ from hf_neuron_moe.errors import ConfigError, DestinationError, NeuronMoEError, 
 from hf_neuron_moe.explore.text import token_rows
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.recipes.loss_differences import compared, paired
-from hf_neuron_moe.recipes.variant_runs import Run, Setting, store, stored, trained
+from hf_neuron_moe.recipes.variant_runs import HELD_OUT, Run, Setting, store, stored, trained
 from hf_neuron_moe.training.run_files import environment
 
 STOCK = "stock"
 RUNS_FOLDER, STUDY_FILE = "runs", "parity.json"
+MEASURED = ("eval_before", "eval_loss", "step_seconds", "saved_bytes_per_token")
+"""What the summary has as the mean over the seeds."""
 
 
 class RecipeStudy:
     """The same training with the stock model and with each recipe, over several seeds.
 
-    Everything that can be wrong is checked when it is made, before a step is trained. The seed decides the order of the
-    text and, where the model has dropout, its numbers; weights and text are the same in all runs.
+    What can be wrong is found when it is made, before a step is trained. The seed decides the order of the text and the
+    numbers of dropout; weights and text are the same in all runs.
 
     Args:
         model: a checkpoint's folder or a Hub id.
@@ -44,7 +48,11 @@ class RecipeStudy:
         recipes: what the patched blocks compute, by the name of each variant.
         setting: how every run trains.
         seeds: number of them, beginning with 0.
-        folder: where the files of the runs go. Runs that ended there before are not repeated.
+        folder: where the files go. Runs that ended there before are not repeated.
+
+    Attributes:
+        runs: variant and seed of each run, seed by seed: an early end leaves whole comparisons.
+        missing: those that had no result yet.
     """
 
     @public("parity")
@@ -54,7 +62,7 @@ class RecipeStudy:
         self.directory = checkpoint_folder(model)
         self.name = self.directory.resolve().name
         self.variants: dict[str, NeuronMoEConfig | None] = {STOCK: None, **recipes}
-        self.setting, self.seeds, self.folder = setting, seeds, folder
+        self.setting, self.folder = setting, folder
         files = (CONFIG_FILE, *read_source(self.directory).files)
         self.blocks = _blocks(self.directory, recipes, setting.length)
         rows_NL = _rows(self.directory, text, setting)
@@ -65,25 +73,11 @@ class RecipeStudy:
             **asdict(setting),
             "version": __version__,
         }
-        self._check_folder()
-
-    @property
-    def runs(self) -> list[tuple[str, int]]:
-        """Variant and seed of each run, seed by seed: an early end leaves whole comparisons."""
-        return [(variant, seed) for seed in range(self.seeds) for variant in self.variants]
-
-    @property
-    def missing(self) -> list[tuple[str, int]]:
-        """The runs that have no result yet."""
-        return [run for run in self.runs if self.result(*run) is None]
-
-    def result(self, variant: str, seed: int) -> dict[str, Any] | None:
-        """Return what a run left, None if it has not ended; DestinationError for a run of another study."""
-        path = self._path(variant, seed)
-        found = stored(path)
-        if found is not None:
-            self._check_same(path, found["settings"], self._settings(variant, seed))
-        return found
+        self.runs = [(variant, seed) for seed in range(seeds) for variant in self.variants]
+        if folder.exists() and not folder.is_dir():
+            raise DestinationError.about(str(folder), "a folder", "a file", "Name another one with -o.")
+        self._known(folder / STUDY_FILE, "study", self.identity)
+        self.missing = [run for run in self.runs if self._result(*run) is None]
 
     @public("parity")
     def do(self, variant: str, seed: int, told: Callable[[], None]) -> None:
@@ -92,30 +86,28 @@ class RecipeStudy:
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
         if config is not None:
             patch_model(model, config)
-        measured = trained(model, self.blocks, self.rows, self.setting, Run(variant, seed, path.with_suffix(""), told))
+        measured = trained(model, self.blocks, self.rows, self.setting, Run(path.with_suffix(""), seed, told))
         store(path, {"settings": self._settings(variant, seed), **measured})
 
     def finish(self) -> dict[str, Any]:
-        """Return the summary over the runs that ended; it is written into ``parity.json`` with the curves."""
-        found = {run: result for run in self.runs if (result := self.result(*run)) is not None}
-        own: dict[str, dict[str, dict[str, Any]]] = {}
-        for (variant, seed), result in found.items():
-            own.setdefault(variant, {})[str(seed)] = result
-        curves = {name: _column(results, "losses") for name, results in own.items()}
-        summary = compared(curves, dict.fromkeys(self.variants.keys() - {STOCK}, STOCK))
-        for name, results in own.items():
-            summary[name] |= _measured(results, own.get(STOCK, {}))
-        steps = {self.name: self.setting.steps * len(found)}
+        """Return the summary over all runs, none of which is missing; ``parity.json`` has it with the curves."""
+        found: dict[str, dict[str, Any]] = {}
+        for variant, seed in self.runs:
+            found.setdefault(variant, {})[str(seed)] = self._result(variant, seed)
+        curves = {name: _column(results, "losses") for name, results in found.items()}
+        summary = compared(curves, dict.fromkeys(found.keys() - {STOCK}, STOCK))
+        for name, results in found.items():
+            measured = {key: statistics.fmean(_column(results, key).values()) for key in MEASURED}
+            time_ratio = measured["step_seconds"] / summary[STOCK].get("step_seconds", measured["step_seconds"])
+            paired_losses = paired(_column(results, "eval_loss"), _column(found[STOCK], "eval_loss"))
+            summary[name] |= {**measured, "time_ratio": time_ratio, "eval": {} if name == STOCK else paired_losses}
+        seconds = sum(result["seconds"] for results in found.values() for result in results.values())
+        steps = {self.name: self.setting.steps * len(self.runs)}
         content = {
             "summary": {self.name: {"variants": summary, "fp32": None}},
             "saved_bytes_per_token": {self.name: {name: of["saved_bytes_per_token"] for name, of in summary.items()}},
             "environment": environment(),
-            "runs": {
-                "planned": len(self.runs),
-                "complete": len(found),
-                "steps": steps,
-                "seconds": round(sum(result["seconds"] for result in found.values()), 1),
-            },
+            "runs": {"planned": len(self.runs), "complete": len(self.runs), "steps": steps, "seconds": seconds},
             "study": self.identity,
         }
         store(self.folder / STUDY_FILE, {"models": {self.name: curves}, **content})
@@ -128,41 +120,22 @@ class RecipeStudy:
         config = self.variants[variant]
         return {**self.identity, "seed": seed, "recipe": None if config is None else config.to_dict()}
 
-    def _check_folder(self) -> None:
-        """Raise for a folder with results of another study, or of another recipe of one of the names."""
-        path = self.folder / STUDY_FILE
-        if self.folder.exists() and not self.folder.is_dir():
-            raise DestinationError.about(str(self.folder), "a folder", "a file", "Name another one with -o.")
-        if (known := stored(path, "study")) is not None:
-            self._check_same(path, known["study"], self.identity)
-        for run in self.runs:
-            self.result(*run)
+    def _result(self, variant: str, seed: int) -> dict[str, Any] | None:
+        return self._known(self._path(variant, seed), "settings", self._settings(variant, seed))
 
-    def _check_same(self, path: Path, known: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-        differing = [key for key, value in asked.items() if known.get(key) != value]
-        if differing:
+    def _known(self, path: Path, key: str, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What a file has, None without the file; DestinationError where it is of another study or recipe."""
+        found = stored(path, key)
+        asked = json.loads(json.dumps(identity))
+        if found is not None and (differing := [name for name in asked if found[key].get(name) != asked[name]]):
             got = f"one with another {', '.join(differing)}"
             fix = "Name another folder with -o, or ask for the same as before. More seeds and recipes may join."
             raise DestinationError.about(str(path), "a result of the same study", got, fix)
+        return found
 
 
 def _column(results: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any]:
     return {seed: result[key] for seed, result in results.items()}
-
-
-def _measured(results: Mapping[str, Mapping[str, Any]], stock: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a variant's runs measured besides their losses in training, and its relation to stock's."""
-    after, before = _column(results, "eval_loss"), _column(results, "eval_before")
-    times, stock_times = _column(results, "step_seconds"), _column(stock, "step_seconds")
-    ratios = [seconds / stock_times[seed] for seed, seconds in times.items() if seed in stock_times]
-    return {
-        "eval_before": statistics.fmean(before.values()),
-        "eval_loss": statistics.fmean(after.values()),
-        "eval": paired(after, _column(stock, "eval_loss")),
-        "step_seconds": statistics.fmean(times.values()),
-        "time_ratio": statistics.fmean(ratios) if ratios else None,
-        "saved_bytes_per_token": statistics.fmean(_column(results, "saved_bytes_per_token").values()),
-    }
 
 
 def _blocks(directory: Path, recipes: Mapping[str, NeuronMoEConfig], length: int) -> list[str]:
@@ -193,9 +166,8 @@ def _rows(directory: Path, text: Path, setting: Setting) -> torch.Tensor:
         raise ConfigError.about("model", "a folder with a tokenizer", got, fix) from error
 
     def fewer(tokens: int) -> str:
-        rows, batch = tokens // setting.length, setting.batch
-        fitting = (steps for steps in range(rows // batch, 0, -1) if Setting(steps, batch, 1, 0.0).tokens <= rows)
-        steps = next(fitting, 0)
+        count = tokens // (setting.length * setting.batch)
+        steps = count - math.ceil(count / (HELD_OUT + 1))
         return f"--steps {steps}" if steps else "a smaller --batch or --length"
 
     return token_rows(text, tokenizer, setting.tokens, setting.length, less=fewer)

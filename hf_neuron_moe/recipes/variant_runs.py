@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 
 from hf_neuron_moe.errors import DestinationError, NonFiniteLossError
 from hf_neuron_moe.training import NeuronMoETrainer, NeuronMoETrainingArguments, measure_saved_bytes
+from hf_neuron_moe.training.run_files import write_whole
 
 HELD_OUT = 10
 """One batch is held out for evaluation for so many steps."""
@@ -50,11 +50,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """Which run of a comparison one is: where its files go, and whom it tells about each step."""
+    """Where a run's own files go, its seed, and whom it tells about each step."""
 
-    variant: str
-    seed: int
     folder: Path
+    seed: int
     told: Callable[[], None]
 
 
@@ -102,9 +101,7 @@ def stored(path: Path, identity: str = "settings") -> dict[str, Any] | None:
 def store(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all, in a folder that is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(content) + "\n")
 
 
 class Observed(NeuronMoETrainer):
@@ -126,7 +123,7 @@ class Observed(NeuronMoETrainer):
         entropy = cross_entropy(model, output)
         if not math.isfinite(entropy):
             moment = f"step {len(self.losses) + 1}" if model.training else "evaluation"
-            which = f"the loss of {self.run.variant}, seed {self.run.seed}, {moment},"
+            which = f"the loss of {self.run.folder.name}, {moment},"
             fix = "Lower --learning-rate. If stock is named, the model or its checkpoint is at fault, no recipe."
             raise NonFiniteLossError.about(which, "finite", entropy, fix)
         if model.training:
@@ -155,14 +152,9 @@ class _Clock(TrainerCallback):
 def trained(
     model: nn.Module, blocks: Sequence[str], rows: tuple[Tensor, Tensor], setting: Setting, run: Run
 ) -> dict[str, Any]:
-    """Train `model` with the run's seed, and return its losses, times and bytes.
+    """Train `model`, patched or stock, and return its losses, times, and the bytes that `blocks` save.
 
-    Args:
-        model: patched or stock.
-        blocks: names of the blocks whose saved bytes are counted.
-        rows: token ids ``[N, L]`` to train on, and those that are held out.
-        setting: how it trains.
-        run: which run this is.
+    `rows` are the token ids ``[N, L]`` to train on, and those that are held out.
     """
     train_NL, held_out_NL = rows
     ordered = torch.cat(list(islice(batches(train_NL, setting.batch, run.seed), setting.steps)))
