@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from hf_neuron_moe.errors import ConfigError, DestinationError, NeuronMoEError, 
 from hf_neuron_moe.explore.text import token_rows
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.recipes.loss_differences import compared, paired
-from hf_neuron_moe.recipes.variant_runs import HELD_OUT, Run, Setting, store, stored, trained
+from hf_neuron_moe.recipes.variant_runs import Run, Setting, fitting_steps, store, stored, trained
 from hf_neuron_moe.training.run_files import environment
 
 STOCK = "stock"
@@ -166,8 +165,7 @@ def _rows(directory: Path, text: Path, setting: Setting) -> torch.Tensor:
         raise ConfigError.about("model", "a folder with a tokenizer", got, fix) from error
 
     def fewer(tokens: int) -> str:
-        count = tokens // (setting.length * setting.batch)
-        steps = count - math.ceil(count / (HELD_OUT + 1))
+        steps = fitting_steps(tokens // (setting.length * setting.batch))
         return f"--steps {steps}" if steps else "a smaller --batch or --length"
 
     return token_rows(text, tokenizer, setting.tokens, setting.length, less=fewer)

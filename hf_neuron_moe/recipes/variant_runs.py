@@ -48,6 +48,11 @@ class Setting:
         return (self.steps + self.held_out) * self.batch * self.length
 
 
+def fitting_steps(count: int) -> int:
+    """Return the steps of the longest run that `count` batches are enough for, those held out included."""
+    return count - math.ceil(count / (HELD_OUT + 1))
+
+
 @dataclass(frozen=True)
 class Run:
     """Where a run's own files go, its seed, and whom it tells about each step."""

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MixtralConfig
 
 from hf_neuron_moe.recipes import study as recipe_study
-from hf_neuron_moe.recipes.variant_runs import Setting, batches
+from hf_neuron_moe.recipes.variant_runs import Setting, batches, fitting_steps
 from tests.byte_tokenizer import BYTES, save_byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +133,12 @@ def test_the_seed_alone_decides_the_order() -> None:
     assert sorted(other.flatten().tolist()) == list(range(12)), "each row once"
 
 
+def test_the_steps_that_fit_are_the_most() -> None:
+    for count in range(1, 60):
+        fits = [steps for steps in range(count + 1) if Setting(steps, 1, 1, 0.0).tokens <= count]
+        assert fitting_steps(count) == max(fits), count
+
+
 def test_ended_runs_are_not_repeated_and_more_seeds_join(
     parity: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +189,9 @@ def test_results_of_another_study_are_refused_and_stay(
     ):
         refused = call()
         assert refused.code == 4 and f"another {named}. Name another folder with -o" in refused.err, refused
+    (tmp_path / "out" / "parity.json").unlink()  # as in a study that was stopped
+    refused = parity(*options, source=other)
+    assert refused.code == 4 and "stock.0.json" in refused.err and "another text" in refused.err, refused
     recipe.write_text('"*": mxfp8\n"model.layers.1.*": bf16\n', encoding="utf-8")
     refused = parity(*options)
     assert refused.code == 4 and "first-bf16.0.json" in refused.err and "another recipe" in refused.err, refused
