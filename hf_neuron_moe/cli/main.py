@@ -26,6 +26,7 @@ COMMANDS = (
     "doctor",
     "verify-device",
     "smoke",
+    "explore",
 )
 """One row per command: the function of that name in the module of that name in this folder, with ``_`` for ``-``."""
 
