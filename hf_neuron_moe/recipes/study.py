@@ -5,6 +5,7 @@ Legend: N rows, L tokens per row.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import statistics
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.config import NeuronMoEConfig
@@ -63,8 +64,9 @@ class RecipeStudy:
         self.variants: dict[str, NeuronMoEConfig | None] = {STOCK: None, **recipes}
         self.setting, self.folder = setting, folder
         files = (CONFIG_FILE, *read_source(self.directory).files)
-        self.blocks = _blocks(self.directory, recipes, setting.length)
-        rows_NL = _rows(self.directory, text, setting)
+        model_on_meta = build_meta_model(self.directory, attention=None)
+        self.blocks = _blocks(model_on_meta, recipes, setting.length)
+        rows_NL = _rows(self.directory, text, setting, model_on_meta.config.get_text_config().vocab_size)
         self.rows = rows_NL[: setting.steps * setting.batch], rows_NL[setting.steps * setting.batch :]
         self.identity = {
             "model": {file: hash_file(self.directory / file) for file in files},
@@ -82,6 +84,7 @@ class RecipeStudy:
     def do(self, variant: str, seed: int, told: Callable[[], None]) -> None:
         """Train one run, and write its result; `told` is called after every step."""
         config, path = self.variants[variant], self._path(variant, seed)
+        gc.collect()  # the run before is full of circles, which hold its model and optimizer
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
         if config is not None:
             patch_model(model, config)
@@ -137,9 +140,8 @@ def _column(results: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any
     return {seed: result[key] for seed, result in results.items()}
 
 
-def _blocks(directory: Path, recipes: Mapping[str, NeuronMoEConfig], length: int) -> list[str]:
+def _blocks(model: PreTrainedModel, recipes: Mapping[str, NeuronMoEConfig], length: int) -> list[str]:
     """Names of the blocks that are patched, once every recipe was tried on the model without weights."""
-    model = build_meta_model(directory, attention=None)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and length > context:
         fix = f"Pass --length {context} or less."
@@ -155,17 +157,21 @@ def _blocks(directory: Path, recipes: Mapping[str, NeuronMoEConfig], length: int
     return blocks
 
 
-def _rows(directory: Path, text: Path, setting: Setting) -> torch.Tensor:
+def _rows(directory: Path, text: Path, setting: Setting, vocabulary: int) -> torch.Tensor:
     """The text's rows of tokens ``[N, L]``, as many as a run needs."""
+    fix = "Save the model's tokenizer there with save_pretrained."
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
         got = f"{directory}, of which transformers says: {' '.join(str(error).split())[:200]}"
-        fix = "Save the model's tokenizer there with save_pretrained."
         raise ConfigError.about("model", "a folder with a tokenizer", got, fix) from error
 
     def fewer(tokens: int) -> str:
         steps = fitting_steps(tokens // (setting.length * setting.batch))
         return f"--steps {steps}" if steps else "a smaller --batch or --length"
 
-    return token_rows(text, tokenizer, setting.tokens, setting.length, less=fewer)
+    rows_NL = token_rows(text, tokenizer, setting.tokens, setting.length, less=fewer)
+    if (largest := int(rows_NL.max())) >= vocabulary:
+        expected = f"a folder with a tokenizer of the model's {vocabulary:,} tokens"
+        raise ConfigError.about("model", expected, f"token {largest:,} in {directory}", fix)
+    return rows_NL

@@ -27,6 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH, LENGTH = 4, 2, 16
 SIZES = ["--steps", STEPS, "--batch", BATCH, "--length", LENGTH, "--learning-rate", 2e-3]
 NEEDED = Setting(STEPS, BATCH, LENGTH, 2e-3).tokens
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "max_position_embeddings": 64,
+}
 Run = Callable[..., Any]
 
 
@@ -34,18 +43,7 @@ Run = Callable[..., Any]
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Mixtral with a tokenizer, whose loss has the routers' balance in it."""
     torch.manual_seed(5)
-    config = MixtralConfig(
-        vocab_size=BYTES,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-    )
+    config = MixtralConfig(vocab_size=BYTES, output_router_logits=True, router_aux_loss_coef=0.5, **TINY)
     folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_byte_tokenizer(folder)
@@ -222,6 +220,9 @@ def test_mistakes_are_found_before_a_step(parity: Run, mixtral: Path, recipe: Pa
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(vocab_size=BYTES, **sizes)).save_pretrained(dense)
     save_byte_tokenizer(dense)
+    small = tmp_path / "small"
+    AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=64, **TINY)).save_pretrained(small)
+    save_byte_tokenizer(small)
     for call, code, said in (
         (lambda: parity("--recipe", recipe), 2, "recipe first-bf16: patch_model: precision must be globs that match"),
         (lambda: parity("--recipe", "mxpf8"), 2, "Did you mean 'mxfp8'?"),
@@ -231,6 +232,7 @@ def test_mistakes_are_found_before_a_step(parity: Run, mixtral: Path, recipe: Pa
         (lambda: parity("--recipe", "bf16", "--learning-rate", "nan"), 2, "nan is no finite number"),
         (lambda: parity("--recipe", "bf16", "--activations", "fp9"), 2, "activations must be one of full"),
         (lambda: parity("--recipe", "bf16", model=bare), 2, "a folder with a tokenizer"),
+        (lambda: parity("--recipe", "bf16", model=small), 2, "a tokenizer of the model's 64 tokens"),
         (lambda: parity("--recipe", "bf16", model=dense), 1, "at least one MLP or experts block"),
         (lambda: parity("--recipe", "bf16", model=tmp_path / "missing"), 3, "no such folder"),
         (lambda: parity("--recipe", "bf16", source=tmp_path / "missing.txt"), 2, "a file that can be read"),
