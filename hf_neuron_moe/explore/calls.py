@@ -20,6 +20,7 @@ from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, ExpertWeights, FFN
 from hf_neuron_moe.backends.torch.gating import ACTIVATIONS
 from hf_neuron_moe.modules.experts import ExpertsBlock
 from hf_neuron_moe.modules.experts_form import parameter_of
+from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
 from hf_neuron_moe.training.blocks import patched_blocks
 
 _AS_TRAINING = parse_keep("recompute")
@@ -72,10 +73,11 @@ class Call:
             return None, bias
         return (bias[:, ::2], bias[:, 1::2]) if self.spec.interleaved else tuple(bias.chunk(2, dim=1))  # type: ignore[return-value]
 
+    @torch.no_grad()
     def forward(self, precision: str, x_TH: Tensor | None = None, weights: Projections | None = None) -> Tensor:
         """Return the block's output at another precision, of other values or weights if any, ``[T, H]``."""
-        spec, x_TH = self.spec._replace(precision=precision), self.x_TH if x_TH is None else x_TH
-        backend = get_backend("torch")
+        spec, backend = self.spec._replace(precision=precision), get_backend("torch")
+        x_TH = (self.x_TH if x_TH is None else x_TH).to(COMPUTE_DTYPE[precision])
         own = self.weights
         if isinstance(own, FFNWeights):
             if weights is not None:
@@ -110,6 +112,7 @@ class Call:
                 dout_RH = self.dout_TH[token_R].float() * weight_TK.reshape(-1)[pair_R].unsqueeze(1)
                 yield ExpertRows(expert, token_R, self.x_TH[token_R], dout_RH)
 
+    @torch.no_grad()
     def pre_activations(self, rows: ExpertRows) -> tuple[Tensor | None, Tensor]:
         """Return gate (None without one) and up of an expert's rows, fp32 ``[R, I]``."""
         values: list[Tensor | None] = []
@@ -149,8 +152,8 @@ def intermediate(gate: Gate, gate_RI: Tensor | None, up_RI: Tensor) -> Tensor:
     if gate_RI is None:
         return activation(up_RI * alpha) / alpha
     gate_RI = gate_RI.clamp(gate.gate_min, gate.gate_max) if _any(gate.gate_min, gate.gate_max) else gate_RI
-    up_RI = up_RI + gate.up_offset if gate.up_offset else up_RI
     up_RI = up_RI.clamp(gate.up_min, gate.up_max) if _any(gate.up_min, gate.up_max) else up_RI
+    up_RI = up_RI + gate.up_offset if gate.up_offset else up_RI
     up_RI = up_RI if gate.up_softcap is None else gate.up_softcap * torch.tanh(up_RI / gate.up_softcap)
     if gate.gate_softcap is not None:
         capped_RI = gate.gate_softcap * torch.tanh(gate_RI / gate.gate_softcap)

@@ -181,7 +181,10 @@ def _norm_and_readers(model: nn.Module, name: str, row_L: Tensor) -> tuple[str, 
 
         return hook
 
+    blocks = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, NeuronBlock))
     for path, module in model.named_modules():
+        if path.startswith(blocks):  # which the block computes itself
+            continue
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 1:
             handles.append(module.register_forward_hook(produced(path)))

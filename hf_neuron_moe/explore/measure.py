@@ -96,13 +96,13 @@ class Pass:
     def _changes(self, call: Call, base_TH: Tensor) -> Iterator[tuple[str, Tensor]]:
         """By format, and by format and product, how the block's output changes."""
         if "bf16" in self.formats:
-            yield "bf16", base_TH - call.forward("fp32", call.x_TH.float()).float()
+            yield "bf16", base_TH - call.forward("fp32").float()
         if "mxfp8" not in self.formats and "mxfp4" not in self.formats:
             return
         eight_TH = call.forward("mxfp8").float() - base_TH
         if "mxfp8" in self.formats:
             first = _rounded(call.projections, PRODUCTS[0])
-            gate_up_TH = call.forward("bf16", mx_values(call.x_TH, 1).bfloat16(), first).float() - base_TH
+            gate_up_TH = call.forward("bf16", mx_values(call.x_TH, 1), first).float() - base_TH
             yield "mxfp8", eight_TH
             yield "mxfp8 gate_up", gate_up_TH
             yield "mxfp8 down", eight_TH - gate_up_TH
