@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_neuron_moe.cli.model_folder import quiet_transformers
+from hf_neuron_moe.cli.progress_line import watching
 from hf_neuron_moe.cli.shared_options import Json
 from hf_neuron_moe.config import MOST_TOKENS
 from hf_neuron_moe.errors import DestinationError
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.explore.result import Exploration, Ranked
+    from hf_neuron_moe.explore.exploration import Exploration, Ranked
 
 SHOWN = 10
 """Blocks of the ranking that a terminal shows."""
@@ -49,12 +48,13 @@ def explore(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.html", help="Write a page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what MXFP8 does to a model's loss, block by block, and plan which blocks stay in bf16.
+    """Tell what MXFP8 does to a model, block by block.
 
-    One pass forward and backward over the text. A run that was stopped goes on where it was, when it is started again
-    in the same folder. Needs memory for the model, one row's activations and one block.
+    Predicts the change of the loss, explains it, and plans which blocks stay in bf16. One pass forward and backward
+    over the text. A run that was stopped goes on where it was when it is started again in the same folder. Needs
+    memory for the model, one row's activations and one block.
     """
-    from hf_neuron_moe.explore.plan import as_yaml
+    from hf_neuron_moe.explore.precision_plan import as_yaml
     from hf_neuron_moe.explore.run import Options, explore as run
 
     for path in (plan, output):
@@ -65,14 +65,14 @@ def explore(
     names = tuple(name.strip() for name in formats.split(",") if name.strip())
     options = Options(tokens, length, names, budget, device, step_tokens, verify, draws, fold)
     state = Path(f".explore-{model_dir.resolve().name}.partial")
-    with _progress("exploring") as advance:
+    with watching("exploring", unit="parts") as (_, advance):
         result = run(model_dir, text, options, state, advance)
     if plan is not None:
         plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
         if result.frozen_plan is not None:
             plan.with_stem(f"{plan.stem}-convert").write_text(as_yaml(result.frozen_plan, result.model), "utf-8")
     if output is not None:
-        from hf_neuron_moe.explore.page import write_explore_page
+        from hf_neuron_moe.explore.explore_page import write_explore_page
 
         write_explore_page(result, output)
     if as_json:
@@ -82,32 +82,6 @@ def explore(
     for path, what in ((plan, "plan"), (output, "page"), (fold, "folded checkpoint")):
         if path is not None:
             typer.echo(f"Wrote the {what} to {path}.")
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress and the remaining time on standard error; one line per half a minute where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (TextColumn(label), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(label, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-        return
-    start = last = time.monotonic()
-
-    def advance(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= 30 and done:
-            last = now
-            left = (now - start) * (total - done) / done
-            typer.echo(f"{label}: {100 * done // total} %, about {left / 60:.1f} min left", err=True)
-
-    yield advance
 
 
 def _show(result: Exploration) -> None:

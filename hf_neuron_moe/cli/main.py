@@ -22,6 +22,7 @@ COMMANDS = (
     "inspect",
     "estimate",
     "report",
+    "parity",
     "doctor",
     "verify-device",
     "smoke",

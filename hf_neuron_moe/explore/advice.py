@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hf_neuron_moe.device.roofline_math import Step
 from hf_neuron_moe.explore.measures import Measures
-from hf_neuron_moe.explore.plan import Cost, chip_of
+from hf_neuron_moe.explore.precision_plan import Cost, chip_of
 from hf_neuron_moe.formats.padding import padded_size
 
 FEW_TOKENS = 512

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.explore.measures import ACTIVATIONS, PRODUCTS, SAVED, WEIGHTS, BlockMeasures
-from hf_neuron_moe.explore.operands import Operand, decibels
+from hf_neuron_moe.explore.operand_sums import Operand, decibels
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.formats.swizzle import tile_segments
 

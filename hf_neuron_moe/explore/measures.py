@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_neuron_moe.explore.operands import Operand
+from hf_neuron_moe.explore.operand_sums import Operand
 
 FORMATS = ("bf16", "mxfp8", "mxfp4", "fp8-saved")
 """What a block can be looked at with: products in bf16 (against fp32) or mxfp8, weights in mxfp4 with activations in

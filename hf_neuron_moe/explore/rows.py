@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_neuron_moe.explore.calls import Call, ExpertRows, intermediate
 from hf_neuron_moe.explore.measures import ACTIVATIONS, DW, DX, GRADIENTS, SAVED, WEIGHTS, BlockMeasures
-from hf_neuron_moe.explore.operands import MXFP4, mx_values
+from hf_neuron_moe.explore.operand_sums import MXFP4, mx_values
 from hf_neuron_moe.formats.group_fp8 import DEFAULT_GROUP_SIZE, group_dequantize_fp8, group_quantize_fp8
 from hf_neuron_moe.formats.padding import padded_size
 

@@ -17,13 +17,13 @@ from hf_neuron_moe.errors import ConfigError, NonFiniteWeightsError, not_one_of,
 from hf_neuron_moe.explore import fold as folding
 from hf_neuron_moe.explore.advice import advise
 from hf_neuron_moe.explore.explain import FOLD, reason_of
+from hf_neuron_moe.explore.exploration import Exploration, Ranked
 from hf_neuron_moe.explore.measure import Pass
+from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
 from hf_neuron_moe.explore.measures import FORMATS, PRODUCTS, Measures
-from hf_neuron_moe.explore.plan import DEVICES, costs_of, limit_of, make_plan
-from hf_neuron_moe.explore.result import Exploration, Ranked
+from hf_neuron_moe.explore.precision_plan import DEVICES, costs_of, limit_of, make_plan
 from hf_neuron_moe.explore.state import identity_of, load_state, save_state
 from hf_neuron_moe.explore.text import token_rows
-from hf_neuron_moe.explore.verify import at_precisions, losses_of, spread_over
 from hf_neuron_moe.patching import patch_model
 from hf_neuron_moe.training.blocks import patched_blocks
 

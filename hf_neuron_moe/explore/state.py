@@ -13,7 +13,7 @@ import torch
 
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
-from hf_neuron_moe.explore.operands import Operand
+from hf_neuron_moe.explore.operand_sums import Operand
 
 FORM = 1
 

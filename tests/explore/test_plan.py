@@ -12,7 +12,7 @@ import yaml
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
-from hf_neuron_moe.explore.plan import DEVICES, Cost, as_yaml, costs_of, limit_of, make_plan
+from hf_neuron_moe.explore.precision_plan import DEVICES, Cost, as_yaml, costs_of, limit_of, make_plan
 
 
 def measured(damages: list[dict[str, float]]) -> Measures:

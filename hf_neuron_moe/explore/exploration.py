@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_neuron_moe.explore.explain import Reason
+from hf_neuron_moe.explore.measured_changes import rank_correlation
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures
-from hf_neuron_moe.explore.operands import decibels
-from hf_neuron_moe.explore.plan import Plan, Total
-from hf_neuron_moe.explore.verify import rank_correlation
+from hf_neuron_moe.explore.operand_sums import decibels
+from hf_neuron_moe.explore.precision_plan import Plan, Total
 
 
 @dataclass(frozen=True)

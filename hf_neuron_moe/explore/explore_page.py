@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
 from hf_neuron_moe.explore.measures import ACTIVATIONS, DW, DX, GRADIENTS, PRODUCTS, WEIGHTS
-from hf_neuron_moe.explore.plan import source_of
-from hf_neuron_moe.explore.result import Exploration, Ranked, standard_error
+from hf_neuron_moe.explore.precision_plan import source_of
 from hf_neuron_moe.report.page import Part, Section, render_page, write_page
-from hf_neuron_moe.report.plots import Figure, Table, Threshold, bar_figure, heat_map, scatter_figure
+from hf_neuron_moe.report.plots import Cell, Figure, Table, Threshold, bar_figure, heat_map, scatter_figure
 
 POOR_DB = 24.0
 """SQNR that is framed: four noise bits below e4m3's usual 31 dB would be 7 dB; this is one bit above half of it."""
@@ -32,24 +32,23 @@ def write_explore_page(result: Exploration, path: Path) -> int:
 
 def _plan(result: Exploration) -> Section:
     plan, loss = result.plan, result.loss
-    rows = []
-    for name, total in {
-        **{f"uniform {kind}": each for kind, each in result.uniform.items()},
-        "plan": plan.total,
-    }.items():
+    rows: list[list[Cell]] = []
+    totals = {f"uniform {kind}": each for kind, each in result.uniform.items()} | {"plan": plan.total}
+    for name, total in totals.items():
         measured = result.measured.get(name.removeprefix("uniform "))
         here = None if measured is None else 100 * (measured - loss) / loss
         expected = 100 * total.loss_change / loss
         rows.append([name, expected, here, 1e3 * total.seconds, total.bytes / 1e6])
-    columns = ["", "expected change, %", "measured here, %", f"ms per step on {plan.device} (estimate)", "weights, MB"]
-    recipe = Table(["blocks", "precision"], [[glob, precision] for glob, precision in plan.recipe.items()])
+    time = f"ms per step on {plan.device} (estimate)"
+    columns = ["", "expected change, %", "measured here, %", time, "weights, MB"]
+    recipe = Table(["blocks", "precision"], list(plan.recipe.items()))
     parts: list[Part] = [
         f"The plan keeps the expected change of the loss below {100 * plan.limit / loss:.3g} % at the least time.",
         Table(columns, rows),
         recipe,
     ]
     if result.frozen_plan is not None:
-        recipe = Table(["blocks", "precision"], [[*row] for row in result.frozen_plan.recipe.items()])
+        recipe = Table(["blocks", "precision"], list(result.frozen_plan.recipe.items()))
         parts += ["For a conversion, which stores frozen weights in MXFP4 too, at the least bytes:", recipe]
     parts += result.advice
     if result.folded:
@@ -58,7 +57,9 @@ def _plan(result: Exploration) -> Section:
 
 
 def _folded(result: Exploration) -> Table:
-    rows = [[precision, result.measured[precision], after] for precision, after in result.folded.items()]
+    rows: list[list[Cell]] = [
+        [precision, result.measured[precision], after] for precision, after in result.folded.items()
+    ]
     return Table(["precision", "loss before folding", "loss after"], rows)
 
 
