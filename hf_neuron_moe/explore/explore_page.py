@@ -14,12 +14,17 @@ from hf_neuron_moe.report.plots import Cell, Figure, Table, Threshold, bar_figur
 POOR_DB = 24.0
 """SQNR that is framed: four noise bits below e4m3's usual 31 dB would be 7 dB; this is one bit above half of it."""
 
-_COLUMNS = [
-    f"{product}{behind} {kind}"
+_SYMBOLS = {ACTIVATIONS: "x", WEIGHTS: "W", GRADIENTS: "dy"}
+_COLUMNS = {
+    f"{product}{behind} {_SYMBOLS[kind]}": f"{product}{behind} {kind}"
     for product in PRODUCTS
     for behind, kinds in (("", (ACTIVATIONS, WEIGHTS)), (DX, (GRADIENTS, WEIGHTS)), (DW, (ACTIVATIONS, GRADIENTS)))
     for kind in kinds
-]
+}
+"""Operands by a short name."""
+
+SPELLED_OUT = 5
+"""Blocks whose reason and remedy are paragraphs, not only cells."""
 
 
 def write_explore_page(result: Exploration, path: Path) -> int:
@@ -36,7 +41,7 @@ def _plan(result: Exploration) -> Section:
     totals = {f"uniform {kind}": each for kind, each in result.uniform.items()} | {"plan": plan.total}
     for name, total in totals.items():
         measured = result.measured.get(name.removeprefix("uniform "))
-        here = None if measured is None else 100 * (measured - loss) / loss
+        here = None if measured is None else round(100 * (measured - loss) / loss, 6)
         expected = 100 * total.loss_change / loss
         rows.append([name, expected, here, 1e3 * total.seconds, total.bytes / 1e6])
     time = f"ms per step on {plan.device} (estimate)"
@@ -68,12 +73,13 @@ def _rankings(result: Exploration) -> list[Section]:
     for form, rows in result.ranking.items():
         percent = [100 * row.predicted / result.loss for row in rows]
         bars = bar_figure(
-            [row.block for row in rows],
+            short_blocks([row.block for row in rows]),
             {"predicted change of the loss, %": percent},
             title=f"Predicted change of the loss, one block in {form} at a time",
             alt=f"Bars of {len(rows)} blocks from {max(percent):.3g} % to {min(percent):.3g} %.",
         )
-        parts: list[Part] = [bars, *_measured(result, rows), _reasons(result, rows)]
+        words = [f"{row.block}: {row.reason.text} {row.reason.remedy}" for row in rows[:SPELLED_OUT]]
+        parts: list[Part] = [bars, *_measured(result, rows), *words, _reasons(result, rows)]
         sections.append(Section(f"Blocks in {form}, worst first", parts))
     return sections
 
@@ -122,18 +128,14 @@ def _operands(result: Exploration) -> Section:
     figures = {name: {key: each.figures() for key, each in block.operands.items()} for name, block in blocks.items()}
 
     def picture(measure: str, factor: float = 1.0) -> list[list[float | None]]:
-        return [[factor * figures[name][key][measure] for key in _COLUMNS] for name in blocks]
+        return [[factor * figures[name][key][measure] for key in _COLUMNS.values()] for name in blocks]
 
-    ratios: list[list[float | None]] = [
-        [figures[name][key]["amax"] / (figures[name][key]["median_channel_amax"] or math.nan) for key in _COLUMNS]
-        for name in blocks
-    ]
     limit = Threshold(POOR_DB, f"below {POOR_DB:g} dB")
-    names = list(blocks)
+    names, columns = short_blocks(list(blocks)), list(_COLUMNS)
     maps: list[Figure] = [
         heat_map(
             names,
-            _COLUMNS,
+            columns,
             picture("sqnr_db"),
             title="Signal over quantization noise of every operand in mxfp8",
             alt="A heat map of blocks and operands in dB; the table below has the values.",
@@ -142,7 +144,7 @@ def _operands(result: Exploration) -> Section:
         ),
         heat_map(
             names,
-            _COLUMNS,
+            columns,
             picture("flushed", 100.0),
             title="Values that become zero",
             alt="A heat map of blocks and operands in percent; the table below has the values.",
@@ -151,8 +153,8 @@ def _operands(result: Exploration) -> Section:
         ),
         heat_map(
             names,
-            _COLUMNS,
-            ratios,
+            columns,
+            picture("channel_ratio"),
             title="Largest channel over the median channel",
             alt="A heat map of blocks and operands; large ratios are outlier channels.",
             unit="times",
@@ -164,7 +166,7 @@ def _operands(result: Exploration) -> Section:
         for product, facts in block.products.items()
     ]
     text = (
-        "Products read activations, weights and gradients in blocks of 32 values with one scale. "
+        "Products read activations (x), weights (W) and gradients (dy) in blocks of 32 values with one scale. "
         f"{DX} is the gradient of a projection's input, {DW} that of its weights."
     )
     return Section("Operands", [text, *maps, Table(["block", "product (first row of the text)", "SQNR, dB"], products)])
@@ -182,7 +184,7 @@ def _experts(result: Exploration) -> list[Section]:
     key = f"down {ACTIVATIONS}"
     maps: list[Part] = [
         heat_map(
-            list(routed),
+            short_blocks(list(routed)),
             experts,
             [row([float(count) for count in block.tokens_E.tolist()]) for block in routed.values()],
             title="Tokens that each expert saw",
@@ -191,7 +193,7 @@ def _experts(result: Exploration) -> list[Section]:
             low=0.0,
         ),
         heat_map(
-            list(routed),
+            short_blocks(list(routed)),
             experts,
             [row(block.operands[key].sqnr_by_expert()) for block in routed.values()],
             title="SQNR of the down projection's input by expert",
@@ -213,3 +215,14 @@ def _how(result: Exploration) -> Section:
         Table(["", ""], [[name, str(value)] for name, value in result.environment.items()]),
     ]
     return Section("How this was measured", parts)
+
+
+def short_blocks(names: list[str]) -> list[str]:
+    """Return names without the parts that all of them begin and end with, but for one: ``layers.3``."""
+    parts = [name.split(".") for name in names]
+    shortest = min(map(len, parts))
+    first = next((place for place in range(shortest) if len({each[place] for each in parts}) > 1), shortest)
+    last = next((place for place in range(1, shortest) if len({each[-place] for each in parts}) > 1), shortest)
+    if first == shortest:  # one block, or several of one name
+        return names
+    return [".".join(each[max(first - 1, 0) : len(each) - last + 1]) for each in parts]

@@ -76,15 +76,16 @@ class Operand:
         """Return plain figures of all experts together."""
         signal, noise, count = (float(part.sum()) for part in (self.signal_EC, self.noise_EC, self.count_E))
         amax_C = self.amax_EC.amax(0)
+        amax, median = float(amax_C.max()), float(amax_C.median())
         return {
             "sqnr_db": decibels(signal, noise),
             "flushed": float(self.flushed_E.sum()) / count if count else math.nan,
             "saturated": float(self.saturated_E.sum()) / count if count else math.nan,
-            "amax": float(amax_C.max()),
+            "amax": amax,
             "channel": int(amax_C.argmax()),
             "expert": int(self.amax_EC.amax(1).argmax()),
             "token": int(self.top_token),
-            "median_channel_amax": float(amax_C.median()),
+            "channel_ratio": amax / median if median else math.nan,
         }
 
     def sqnr_by_expert(self) -> list[float]:

@@ -22,6 +22,7 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.errors import NeuronMoEError
 from hf_neuron_moe.explore import run as running
+from hf_neuron_moe.explore.explore_page import short_blocks, write_explore_page
 from hf_neuron_moe.explore.run import Options, explore
 from hf_neuron_moe.explore.text import token_rows
 from tests.explore.models import TEXT, checkpoint
@@ -130,6 +131,30 @@ def test_texts_that_do_not_do(name, content, words, tmp_path, model_dir):
     with pytest.raises(NeuronMoEError, match="text must be") as error:
         explore(model_dir, tmp_path / name, SMALL)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model.layers.0.mlp", "model.layers.11.mlp"], ["layers.0", "layers.11"]),
+        (["model.layers.0.mlp.experts", "model.layers.0.mlp.shared"], ["mlp.experts", "mlp.shared"]),
+        (["model.layers.0.mlp"], ["model.layers.0.mlp"]),
+        (["a.0.mlp", "b.0.mlp"], ["a", "b"]),
+        (["layers.0.mlp", "layers.1.mlp.experts"], ["layers.0.mlp", "layers.1.mlp.experts"]),
+    ],
+)
+def test_blocks_have_short_names_in_pictures(names, expected):
+    assert short_blocks(names) == expected
+
+
+def test_the_page_says_what_the_result_holds(model_dir, tmp_path):
+    result = explore(model_dir, TEXT, Options(tokens=256, length=64, verify=2, formats=("mxfp8", "mxfp4", "fp8-saved")))
+    write_explore_page(result, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for row in result.ranking["mxfp8"]:
+        assert row.reason.text.replace("'", "&#39;") in page and row.block in page
+    for words in ("Plan", "Blocks in mxfp8", "Blocks in mxfp4", "Operands", "How this was measured", "text/csv"):
+        assert words in page
 
 
 def test_rows_of_plain_text_are_those_of_json_lines(tmp_path):

@@ -1,0 +1,172 @@
+"""Does the explorer predict what it says? Predicted against measured changes of the loss, and its plans on other text.
+
+    python benchmarks/explore.py                                   # all three models; half an hour on two cores
+    python benchmarks/explore.py --only planted --tokens 2048      # a part of it
+
+smollm2 is SmolLM2-135M-Instruct, mixtral is upcycled from it (4 experts per layer), planted is smollm2 with one channel
+times 2**12 in front of a block, compensated in its weights. Every block is switched to mxfp8 alone and measured. The
+plan is compared on held-out speeches with 10 random choices of as many bf16 blocks, and with evenly spaced ones. Writes
+explore.json; losses do not depend on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if str(Path(__file__).resolve().parent) in sys.path:
+    sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.setting import machine
+from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
+from hf_neuron_moe.explore.run import Options, explore, load_model
+from hf_neuron_moe.explore.text import token_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT, HELD_OUT = ROOT / "data" / "sotu" / "eval.jsonl", ROOT / "data" / "sotu" / "train.jsonl"
+SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
+PLANTED_LAYER, PLANTED_POWER, DRAWS = 12, 12, 10
+SUBJECTS = ("smollm2", "mixtral", "planted")
+
+
+def folder_of(subject: str) -> Path:
+    """Return the subject's checkpoint, made where it is not there."""
+    scripts = ROOT / "scripts"
+    if not SMOLLM2.is_dir():
+        subprocess.run([sys.executable, scripts / "get_smollm2.py"], check=True)
+    folder = SMOLLM2 if subject == "smollm2" else ROOT / ".cache" / f"explore-{subject}"
+    if folder.is_dir():
+        return folder
+    if subject == "mixtral":
+        command = [sys.executable, scripts / "upcycle_mixtral.py", "--model", SMOLLM2, "--out", folder]
+        subprocess.run(command, check=True)
+        return folder
+    model: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2)
+    layer = model.model.layers[PLANTED_LAYER]
+    channel = planted_channel(layer)
+    with torch.no_grad():
+        layer.post_attention_layernorm.weight[channel] *= 2.0**PLANTED_POWER
+        layer.mlp.gate_proj.weight[:, channel] *= 2.0**-PLANTED_POWER
+        layer.mlp.up_proj.weight[:, channel] *= 2.0**-PLANTED_POWER
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(folder)
+    return folder
+
+
+def planted_channel(layer: Any) -> int:
+    """Return the channel whose input to the block is the largest: that of the norm's largest weight."""
+    return int(layer.post_attention_layernorm.weight.abs().argmax())
+
+
+def run(subject: str, tokens: int) -> dict[str, Any]:
+    """Explore a subject, measure every block, and compare plans on held-out text."""
+    folder, start = folder_of(subject), time.monotonic()
+    options = Options(tokens=tokens, verify=10**6)
+    result = explore(folder, TEXT, options)
+    seconds = time.monotonic() - start
+    ranked = [row.block for row in result.ranking["mxfp8"]]
+    exceptions = [name for name, precision in result.plan.precisions.items() if precision == "bf16"]
+    count = len(exceptions) or max(1, len(ranked) // 10)  # a limit that all blocks keep leaves nothing to choose
+    chosen = (
+        exceptions or sorted(ranked, key=lambda name: -result.measures.blocks[name].scores["mxfp8"].expected)[:count]
+    )
+    model = load_model(folder)
+    rows_NL = token_rows(HELD_OUT, AutoTokenizer.from_pretrained(folder), tokens, options.length)
+
+    def held_out(bf16: list[str]) -> float:
+        with at_precisions(model, dict.fromkeys(set(ranked) - set(bf16), "mxfp8")):
+            losses = losses_of(model, rows_NL)
+        return sum(losses) / len(losses)
+
+    draw = random.Random(0)
+    found = {
+        "subject": subject,
+        "tokens": result.measures.tokens,
+        "loss": result.loss,
+        "rank_correlation": result.correlation,
+        "seconds": seconds,
+        "first": {"block": ranked[0], "reason": result.ranking["mxfp8"][0].reason.text},
+        "blocks": [[row.block, row.predicted, row.measured] for row in result.ranking["mxfp8"]],
+        "measured_losses": result.measured,
+        "plan": result.plan.recipe,
+        "bf16_blocks": count,
+        "held_out": {
+            "bf16": held_out(ranked),
+            "mxfp8": held_out([]),
+            "plan": held_out(chosen),
+            "evenly spaced": held_out(spread_over(sorted(ranked), count)),
+            "random": [held_out(draw.sample(ranked, count)) for _ in range(DRAWS)],
+        },
+    }
+    if subject == "planted":
+        found |= folded(folder, result, tokens)
+    return found
+
+
+def folded(folder: Path, result: Any, tokens: int) -> dict[str, Any]:
+    """Fold the planted channel away and measure again."""
+    from hf_neuron_moe.explore.fold import fold
+
+    model = load_model(folder)
+    row = result.ranking["mxfp8"][0]
+    rows_NL = token_rows(TEXT, AutoTokenizer.from_pretrained(folder), tokens, 512)
+    with torch.no_grad():
+        before = model(input_ids=rows_NL[:1]).logits
+        done = fold(model, {row.block: row.reason.outlier}, rows_NL[0]) if row.reason.outlier else []
+        after = model(input_ids=rows_NL[:1]).logits
+    losses = {}
+    for precision in ("bf16", "mxfp8"):
+        with at_precisions(model, dict.fromkeys(result.measures.blocks, precision)):
+            each = losses_of(model, rows_NL)
+        losses[precision] = sum(each) / len(each)
+    same = torch.equal(before, after)
+    return {"folded": {"done": [each.text for each in done], "equal_logits": same, "losses": losses}}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print one subject's figures."""
+    held, loss = found["held_out"], found["loss"]
+    print(f"\n{found['subject']}: {found['tokens']:,} tokens, loss {loss:.4f}, {found['seconds'] / 60:.1f} min")
+    print(f"  rank correlation of {len(found['blocks'])} blocks: {found['rank_correlation']:.3f}")
+    print(f"  first: {found['first']['block']}: {found['first']['reason']}")
+    change = {name: 100 * (value - loss) / loss for name, value in found["measured_losses"].items()}
+    print("  measured on the same text, %: " + ", ".join(f"{name} {value:+.3f}" for name, value in change.items()))
+    print(f"  plan: {found['plan']}")
+    base = held["bf16"]
+    shown = {name: 100 * (held[name] - base) / base for name in ("mxfp8", "plan", "evenly spaced")}
+    draws = sorted(100 * (value - base) / base for value in held["random"])
+    print(
+        f"  held out, {found['bf16_blocks']} blocks in bf16, %: " + ", ".join(f"{n} {v:+.3f}" for n, v in shown.items())
+    )
+    print(f"  random choices, %: {', '.join(f'{value:+.3f}' for value in draws)}")
+    if "folded" in found:
+        print(f"  folded: {found['folded']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--json", type=Path, default=Path("explore.json"))
+    arguments = parser.parse_args()
+    results = []
+    for subject in arguments.only:
+        results.append(run(subject, arguments.tokens))
+        show(results[-1])
+        arguments.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
