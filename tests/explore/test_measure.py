@@ -146,6 +146,36 @@ def test_the_first_order_is_the_derivative_of_the_loss(family: str, tmp_path: Pa
             assert measures.blocks[call.block].scores["mxfp8"].first == pytest.approx(slope, rel=0.05, abs=1e-3)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_gradients_of_experts_rows(family: str) -> None:
+    """A row's gradient is the call's times the weight its token has for this expert."""
+    _, calls, _ = calls_of(family)
+    for call in calls:
+        assert call.routing is not None
+        index_TK, weight_TK = call.routing
+        for rows in call.experts():
+            for row, token in enumerate(rows.token_R.tolist()):
+                (place,) = (index_TK[token] == rows.expert).nonzero().flatten().tolist()
+                expected_H = call.dout_TH[token].float() * weight_TK[token, place]
+                assert torch.equal(rows.dout_RH[row], expected_H)
+
+
+def test_the_second_order_is_half_the_expected_square(tmp_path: Path) -> None:
+    """Of labels drawn once: half of the summed squares of (gradient of their loss) times (change), by token."""
+    model = loaded(checkpoint(tmp_path / "model"))
+    row_L = torch.randint(3, 200, (48,))
+    measures = Measures()
+    Pass(model, ("mxfp8",), measures, draws=1).run(row_L)
+    with BlockCalls(model) as calls:
+        inputs = model.get_input_embeddings()(row_L[None]).requires_grad_()
+        logits = model(inputs_embeds=inputs, use_cache=False).logits
+        loss_sum(logits, drawn_labels(logits.detach(), torch.Generator().manual_seed(0))).backward()
+    for call in calls.seen:
+        change_TH = call.forward("mxfp8").double() - call.forward("bf16").double()
+        expected = 0.5 * (call.dout_TH.double() * change_TH).sum(1).square().sum().item()
+        assert measures.blocks[call.block].scores["mxfp8"].second == pytest.approx(expected, rel=1e-3)
+
+
 def test_products_of_a_block_add_up(tmp_path: Path) -> None:
     measures = Measures()
     Pass(loaded(checkpoint(tmp_path / "model")), ("mxfp8",), measures, draws=2).run(torch.randint(3, 200, (48,)))

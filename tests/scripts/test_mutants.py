@@ -19,6 +19,7 @@ PACKAGES = {
     "quantizers",
     "device",
     "report",
+    "explore",
     "cli",
 }
 
