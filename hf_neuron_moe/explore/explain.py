@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.explore.measures import ACTIVATIONS, PRODUCTS, SAVED, WEIGHTS, BlockMeasures
+from hf_neuron_moe.explore.measures import (
+    ACTIVATIONS,
+    OTHER_RULE,
+    PRODUCTS,
+    SAVED,
+    WEIGHTS,
+    WEIGHTS_MXFP4,
+    BlockMeasures,
+)
 from hf_neuron_moe.explore.operand_sums import Operand, decibels
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.formats.swizzle import tile_segments
@@ -25,6 +33,9 @@ LOST_BITS = 0.5
 
 POOR_SAVED_DB = 24.0
 """Below this SQNR, four noise bits of e4m3's six, saving in FP8 is advised against."""
+
+WORTH_DB = 0.5
+"""From how many dB on another scale rule is worth a word."""
 
 _BIT_DB = 20 * math.log10(2)
 
@@ -97,7 +108,7 @@ def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     if form == "bf16":
         return Reason("bf16 rounds operands to 8 significant bits.", "Nothing cheaper is more exact.", OTHER_FORM)
     worst = max(PRODUCTS, key=lambda product: block.scores[f"{form} {product}"].total)
-    weights = WEIGHTS if form == "mxfp8" else f"{WEIGHTS} in mxfp4"
+    weights = WEIGHTS if form == "mxfp8" else WEIGHTS_MXFP4
     operands = {
         kind: (block.operands[f"{worst} {kind}"], block.operands[f"{worst} {kind}"].figures())
         for kind in (ACTIVATIONS, weights)
@@ -117,6 +128,9 @@ def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     expert = _worst_expert(block, operands[kind][0])
     text += f"{expert}. No channel stands out."
     remedy = "Leave it in bf16 where the loss matters more than the time."
+    other = block.operands[f"{worst} {weights}, {OTHER_RULE}"].figures()["sqnr_db"] - operands[weights][1]["sqnr_db"]
+    if kind == weights and other >= WORTH_DB:
+        remedy += f" In a conversion, --scale-rule {OTHER_RULE} gives these weights {other:.1f} dB more."
     saved = [key for key in block.operands if key.endswith(SAVED)]
     if any(block.operands[key].figures()["sqnr_db"] < POOR_SAVED_DB for key in saved):
         remedy += " Save its activations in bf16, not in FP8."

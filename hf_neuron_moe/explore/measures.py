@@ -22,6 +22,12 @@ FORWARD, DX, DW = "", ".dx", ".dw"
 ACTIVATIONS, WEIGHTS, GRADIENTS, SAVED = "activations", "weights", "gradients", "saved in fp8"
 
 
+WEIGHTS_MXFP4 = "weights in mxfp4"
+
+OTHER_RULE = "rceil"
+"""A rule for the scales of stored weights that wastes less range than the hardware's own."""
+
+
 @dataclass
 class Score:
     """The predicted change of the summed loss; an estimate of the second order has a sample per drawn label set."""

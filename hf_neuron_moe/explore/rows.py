@@ -12,8 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.explore.calls import Call, ExpertRows, intermediate
-from hf_neuron_moe.explore.measures import ACTIVATIONS, DW, DX, GRADIENTS, SAVED, WEIGHTS, BlockMeasures
-from hf_neuron_moe.explore.operand_sums import MXFP4, mx_values
+from hf_neuron_moe.explore.measures import (
+    ACTIVATIONS,
+    DW,
+    DX,
+    GRADIENTS,
+    OTHER_RULE,
+    SAVED,
+    WEIGHTS,
+    WEIGHTS_MXFP4,
+    BlockMeasures,
+)
+from hf_neuron_moe.explore.operand_sums import MXFP4, MXFP8, mx_values
 from hf_neuron_moe.formats.group_fp8 import DEFAULT_GROUP_SIZE, group_dequantize_fp8, group_quantize_fp8
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -32,8 +42,12 @@ def _add_weight(block: BlockMeasures, product: str, expert: int, weight_OK: Tens
     values, channels = weight_OK.detach().bfloat16().float(), weight_OK.shape[1]
     block.operand(product, WEIGHTS, channels).add(expert, values, mx_values(values, 1))
     block.operand(product + DX, WEIGHTS, channels).add(expert, values, mx_values(values, 0))
-    if "mxfp4" in formats:
-        block.operand(product, f"{WEIGHTS} in mxfp4", channels).add(expert, values, mx_values(values, 1, MXFP4))
+    fmts = {WEIGHTS: MXFP8} | ({WEIGHTS_MXFP4: MXFP4} if "mxfp4" in formats else {})
+    for kind, fmt in fmts.items():
+        if fmt == MXFP4:
+            block.operand(product, kind, channels).add(expert, values, mx_values(values, 1, fmt))
+        other = block.operand(product, f"{kind}, {OTHER_RULE}", channels)
+        other.add(expert, values, mx_values(values, 1, fmt, OTHER_RULE))
 
 
 def measure_rows(block: BlockMeasures, call: Call, rows: ExpertRows, formats: Sequence[str], *, products: bool) -> None:
