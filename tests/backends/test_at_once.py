@@ -87,6 +87,7 @@ SHAPES = {
     "one_expert": Problem(1, 40, 1, 64, 640),
     "odd": Problem(3, 37, 2, 36, 52),
     "most_rows_in_one_call": Problem(8, 512, 2, 128, 64),
+    "many_of_a_token": Problem(40, 20, 22, 64, 32),
 }
 
 

@@ -60,6 +60,7 @@ def run(
             small_integers(*part.shape, seed=seed) / (1 if seed < 2 else 8)
             for seed, part in enumerate((x, dout, gate_up, down))
         )
+        x *= 2 ** (torch.arange(hidden) % 4)  # sums have more bits than bf16
     biases = [torch.randn(shape[:2], generator=draw) for shape in shapes] if gate.up_offset else [None, None]
     if transposed:
         gate_up, down = (part.transpose(1, 2).contiguous() for part in (gate_up, down))
@@ -94,7 +95,7 @@ def test_experts_are_those_of_torch_grouped(precision: str, policy: str, layout:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exact_sums_have_equal_roundings(precision: str, layout: str) -> None:
     """Gate, up and the intermediate's gradient are exact in any order; the last sums cross a border in few places."""
-    gate = Gate("squared_relu", gate_max=20.0)
+    gate = Gate("squared_relu", gate_max=60.0)
     options = {"transposed": layout == "transposed", "interleaved": layout == "interleaved", "wants": Wants()}
     pairs = [run(b, precision, "minimal", gate, **options, integers=True) for b in ("triton", "torch-grouped")]
     for mine, theirs in zip(*(part[:5] for part in pairs), strict=True):
