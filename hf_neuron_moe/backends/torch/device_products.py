@@ -47,7 +47,8 @@ _ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 byte
 def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``left @ weight^T`` ``[R, N]`` of each group's rows and weight: fp32 sums, rounded once to `dtype`.
 
-    Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group hold anything.
+    Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group are zeros on CPUs and hold
+    anything elsewhere.
     """
     if _has_borders(left_RK):
         if _in_one_call(left_RK, weight_GNK, len(ends_G), dtype):

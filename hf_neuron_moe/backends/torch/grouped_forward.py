@@ -324,7 +324,8 @@ def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
 
 def _sum_on_device(out_RH: Tensor, runs: DeviceRuns, slot_TK: Tensor) -> Tensor:
     """The same, a token's experts in ascending order, one after the other."""
-    out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
+    if not out_RH.is_cpu:  # where products leave rows of no group as they are
+        out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
     out_TKH = out_RH.index_select(0, slot_TK.sort(1).values.flatten()).view(*slot_TK.shape, out_RH.shape[1])
     total_TH = out_TKH[:, :_IN_ORDER].sum(1, dtype=torch.float32)
     for out_TH in out_TKH[:, _IN_ORDER:].unbind(1):
