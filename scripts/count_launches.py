@@ -3,6 +3,7 @@
 Every operation that torch dispatches, forward and backward, is counted on the CPU. Views and the allocation of memory
 are none. On an accelerator each is at least one kernel launch. A host synchronization is a value that Python reads
 from a tensor: an accelerator stands still until it is there. The stock experts are transformers' with ``grouped_mm``.
+Where Triton is installed, the backend ``triton`` is counted too: its kernels are counted and not run.
 
     python scripts/count_launches.py --policies minimal full recompute fp8
     python scripts/count_launches.py --experts 8 --top-k 2 --hidden 512 --inner 1792 --json counts.json
@@ -11,14 +12,17 @@ from a tensor: an accelerator stands still until it is there. The stock experts 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -147,14 +151,23 @@ class Layer:
         return step
 
 
-def counted(step: Callable[[], None]) -> dict[str, int]:
-    """Return what `step` asks of a device."""
-    with Launches() as counts:
+def counted(step: Callable[[], None], *, triton: bool = False) -> dict[str, int]:
+    """Return what `step` asks of a device; with `triton` its kernels are not run, so results hold anything."""
+    with Launches() as counts, ExitStack() as stack:
+        if triton:
+            from hf_neuron_moe.backends.triton import expert_gemm, gate_epilogue, mx_both_ways
+
+            def launch(kernel: Any, grid: tuple[int, ...], *_: Any, **__: Any) -> None:
+                counts.operations["triton"] += 0 not in grid
+
+            for module in (expert_gemm, gate_epilogue, mx_both_ways):
+                stack.enter_context(mock.patch.object(module, "launch", launch))
         step()
     return {
         "operations": counts.operations.total(),
         "host_synchronizations": counts.reads.total(),
         "peak_bytes": counts.peak,
+        "triton_kernels": counts.operations["triton"],
     }
 
 
@@ -177,16 +190,19 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_NEURON_MOE_GROUPED", "0")  # ``torch`` computes one expert after the other
     layer, rows = Layer(chosen.experts, chosen.hidden, chosen.inner, chosen.tokens, chosen.top_k), []
     rows.append({"experts": "stock grouped_mm", "precision": "bf16", "policy": "", **counted(layer.stock())})
-    for backend in ("torch", "torch-grouped"):
+    backends = ("torch", "torch-grouped", *(("triton",) if importlib.util.find_spec("triton") else ()))
+    for backend in backends:
         for precision in ("bf16", "mxfp8", "fp32"):
             for policy in chosen.policies:
-                counts = counted(layer.patched(backend, precision, policy))
-                rows.append({"experts": backend, "precision": precision, "policy": policy, **counts})
-    print(f"{'experts':18} {'precision':9} {'policy':10} {'operations':>10} {'host reads':>10} {'peak MiB':>9}")
+                found = counted(layer.patched(backend, precision, policy), triton=backend == "triton")
+                rows.append({"experts": backend, "precision": precision, "policy": policy, **found})
+    counts = f"{'operations':>10} {'host reads':>10} {'peak MiB':>9} {'Triton':>6}"
+    print(f"{'experts':18} {'precision':9} {'policy':10} {counts}")
     for row in rows:
         where = f"{row['experts']:18} {row['precision']:9} {row['policy']:10}"
         mib = row["peak_bytes"] / 2**20
-        print(f"{where} {row['operations']:10,} {row['host_synchronizations']:10,} {mib:9.1f}")
+        counts = f"{row['operations']:10,} {row['host_synchronizations']:10,} {mib:9.1f} {row['triton_kernels']:6}"
+        print(f"{where} {counts}")
     if chosen.json:
         chosen.json.write_text(json.dumps(rows, indent=1))
     return 0

@@ -86,13 +86,18 @@ SHAPES = {
     "many_experts": Problem(512, 64, 8, 64, 32),
     "one_expert": Problem(1, 40, 1, 64, 640),
     "odd": Problem(3, 37, 2, 36, 52),
+    "most_rows_in_one_call": Problem(8, 512, 2, 128, 64),
+    "many_of_a_token": Problem(40, 20, 22, 64, 32),
 }
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("policy", ["minimal", "fp8"])
-def test_results_are_the_tile_path_s(native: bool, precision: str, shape: str, policy: str) -> None:
+def test_results_are_the_tile_path_s(
+    native: bool, precision: str, shape: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)  # else ``torch`` is the same for many experts
     problem = SHAPES[shape]
     pairs = list(
         zip(problem.run("torch-grouped", precision, policy), problem.run("torch", precision, policy), strict=True)
@@ -246,14 +251,28 @@ def test_a_program_traces_it_whole(precision: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_products_of_an_accelerator(native: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("installed", [True, False])
+def test_products_of_an_accelerator(
+    precision: str, dtype: torch.dtype, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a GPU would take: torch's grouped product, and for fp32 sums Triton's, here in its interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     problem = Problem(5, 60, 2, 64, 128)
+    problem.gate_up, problem.down = problem.gate_up.to(dtype), problem.down.to(dtype)
     expected = problem.run("torch-grouped", precision)
-    taken = []
+    taken, grouped_mm = [], torch.nn.functional.grouped_mm
+
+    def grouped_mm_of_cuda(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+        assert left.dtype == right.dtype == torch.bfloat16
+        return grouped_mm(left, right, offs=offs)
+
+    if not installed:  # CPUs have no product of bf16 operands with an fp32 result
+        monkeypatch.setattr(device_products, "_triton_is_there", lambda: False)
+        monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
     monkeypatch.setattr(device_products, "_has_borders", lambda operand: taken.append(operand))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm_of_cuda)
     found = problem.run("torch-grouped", precision)
     assert len(taken) == (6 if precision == "bf16" else 7)  # two over rows; gate and up are one where both are rounded
     for mine, theirs in zip(found, expected, strict=True):
@@ -287,6 +306,16 @@ def test_many_small_experts_are_computed_at_once_on_cpus(precision: str) -> None
                 problem.run(name, precision)
             reads.append(counts.operations.total())
         assert (reads[0] == reads[1]) == (tokens == 32), reads
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_generation_with_many_small_experts(native: bool, precision: str) -> None:
+    """Weights that stay quantized between calls are multiplied for one expert after another."""
+    problem, spec = Problem(32, 6, 2, 64, 64), BlockSpec(precision)
+    x = problem.x.to(torch.float32 if precision == "fp32" else torch.bfloat16)
+    arguments = (x, problem.routing, ExpertWeights(problem.gate_up, problem.down), spec)
+    expected, found = (get_backend("torch").experts_forward(*arguments, parse_keep(k))[0] for k in ("minimal", ""))
+    assert distance(found, expected) <= (1e-6 if precision == "fp32" else ONE_ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama"])

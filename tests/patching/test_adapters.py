@@ -299,3 +299,47 @@ def test_adapters_that_stock_models_would_ignore_are_not_saved(tmp_path: Path) -
     wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(tokens()).logits, expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())
+
+
+class _OneBlock(nn.Module):
+    """The first MLP or MoE block of a tiny model, so that what is trained sees one block's roundings."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.mlp = tiny_model(family).model.layers[0].mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
+@pytest.mark.parametrize("backend", ["torch-grouped", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_adapters_train_on_other_ways_of_computing_as_on_torch(family: str, backend: str, precision: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
+    block = _OneBlock(family).to(torch.float32 if precision == "fp32" else torch.bfloat16)
+    parts = [name for name, _ in block.named_parameters() if name.endswith("_proj")]
+    target = {"target_modules": ["gate_proj", "down_proj"]}
+    if family == "mixtral":
+        target = {"target_modules": [], "target_parameters": parts}
+    x = torch.randn(1, 5, 32, dtype=next(block.parameters()).dtype)
+    results = []
+    for name in ("torch", backend):
+        own, inputs = copy.deepcopy(block), x.clone().requires_grad_()
+        report = patch_model(own, {"precision": precision, "backend": name, "block_size": 128})
+        assert {entry.backend for entry in report.patched} == {name}
+        wrapped = lora(own, **target)
+        assert [key for key, p in wrapped.named_parameters() if p.requires_grad and "lora_" not in key] == []
+        y = wrapped(inputs)
+        y.square().sum().backward()
+        found = {key: p.grad for key, p in wrapped.named_parameters() if "lora_" in key}
+        assert len(found) == 4 and all(p.grad is None for key, p in wrapped.named_parameters() if key not in found)
+        results.append({"output": y.detach(), "input": inputs.grad, **found})
+    assert results[0].keys() == results[1].keys()
+    # A dense block is one group, and the same code. Experts have other sums, each rounded to bf16 once or twice.
+    bound = {"fp32": 1e-6, "bf16": 2**-7, "mxfp8": 2**-6}[precision] if family == "mixtral" else 0.0
+    for key, expected in results[0].items():
+        assert expected.norm() > 0, key
+        distance = (results[1][key].double() - expected.double()).norm() / expected.double().norm()
+        assert distance <= bound, (key, distance.item())

@@ -24,6 +24,7 @@ from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
 from hf_neuron_moe.backends.triton import backend, device_functions, expert_gemm, gate_epilogue, mx_both_ways
 from hf_neuron_moe.errors import BackendUnavailableError
 from tests.tiny_models import tiny_model
+from tests.triton_kernels.grouped_rows import small_integers
 
 pytestmark = pytest.mark.triton
 GATES = {
@@ -45,12 +46,21 @@ def run(
     interleaved: bool,
     wants: Wants,
     dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | None = None,
+    inner: int = 72,
+    integers: bool = False,
 ) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
-    experts, tokens, hidden, inner = 2, 13, 64, 72
+    experts, tokens, hidden = 2, 13, 64
     x, dout = (torch.randn(tokens, hidden, generator=draw).to(dtype) for _ in range(2))
     shapes = [(experts, (2 if gate.gated else 1) * inner, hidden), (experts, hidden, inner)]
-    gate_up, down = (torch.randn(shape, generator=draw).div(shape[2] ** 0.5).to(dtype) for shape in shapes)
+    gate_up, down = (torch.randn(s, generator=draw).div(s[2] ** 0.5).to(weight_dtype or dtype) for s in shapes)
+    if integers:
+        x, dout, gate_up, down = (
+            small_integers(*part.shape, seed=seed) / (1 if seed < 2 else 8)
+            for seed, part in enumerate((x, dout, gate_up, down))
+        )
+        x *= 2 ** (torch.arange(hidden) % 4)  # sums have more bits than bf16
     biases = [torch.randn(shape[:2], generator=draw) for shape in shapes] if gate.up_offset else [None, None]
     if transposed:
         gate_up, down = (part.transpose(1, 2).contiguous() for part in (gate_up, down))
@@ -81,6 +91,22 @@ def test_experts_are_those_of_torch_grouped(precision: str, policy: str, layout:
 
 
 @pytest.mark.thinned(2)
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exact_sums_have_equal_roundings(precision: str, layout: str) -> None:
+    """Gate, up and the intermediate's gradient are exact in any order; the last sums cross a border in few places."""
+    gate = Gate("squared_relu", gate_max=60.0)
+    options = {"transposed": layout == "transposed", "interleaved": layout == "interleaved", "wants": Wants()}
+    pairs = [run(b, precision, "minimal", gate, **options, integers=True) for b in ("triton", "torch-grouped")]
+    for mine, theirs in zip(*(part[:5] for part in pairs), strict=True):
+        if theirs.dtype == torch.float32:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+        else:
+            assert (mine != theirs).double().mean() < 0.01
+            torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("gate", [Gate(), Gate("squared_relu", gated=False)], ids=["gated", "plain"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +115,16 @@ def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeyp
     monkeypatch.setattr(backend, "multiplies_codes", lambda device: True)
     for mine, theirs in zip(run("triton", "mxfp8", "minimal", gate, **options), expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(("policy", "inner"), [("minimal", 520), ("recompute", 72)])
+def test_what_is_made_again_has_the_forward_s_bits(precision: str, policy: str, inner: int) -> None:
+    """From 512 columns of up on, ``"minimal"`` saves a part of them."""
+    options = {"transposed": False, "interleaved": True, "wants": Wants(), "inner": inner}
+    found, expected = (run("triton", precision, name, GATES["gpt_oss"], **options) for name in (policy, "full"))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
@@ -142,6 +178,15 @@ def test_fp32_operands_are_rounded_to_bf16_before_mx() -> None:
     )
     for mine, theirs in zip(whole, rounded, strict=True):
         assert torch.equal(mine.bfloat16(), theirs.bfloat16())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_weights_in_half_precision(precision: str) -> None:
+    options = {"transposed": True, "interleaved": False, "wants": Wants(), "weight_dtype": torch.float16}
+    found, expected = (run(name, precision, "minimal", Gate(), **options) for name in ("triton", "torch-grouped"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert (mine.double() - theirs.double()).norm() <= 2**-6 * theirs.double().norm()
 
 
 @pytest.mark.parametrize("reason", ["not installed", "without a CUDA device"])

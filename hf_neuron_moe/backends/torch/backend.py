@@ -182,12 +182,13 @@ class TorchBackend:
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
                 return decode.experts(x_TH, routing, weights, spec, gating), _nothing(x_TH)
-        rows, stack = self._rows(routing, down, spec), ExpertStack(weights, spec)
+        stack = ExpertStack(weights, spec)
         if not keep.backward and not on_device and generation.suits(spec.precision, count, gate_up):
-            out_TH = generation.experts(x_TH, rows, stack, gating)
+            out_TH = generation.experts(x_TH, Rows.of_routing(routing, len(down)), stack, gating)
             if weights.down_bias is not None:
                 out_TH = add_down_bias(out_TH, weights.down_bias, routing)
             return out_TH.to(x_TH.dtype), _nothing(x_TH)
+        rows = self._rows(routing, down, spec)
         loader = _loader(spec, x_TH, rows, stack, on_device=on_device)
         return self._forward(x_TH, rows, stack, loader, keep, gating, routing)
 

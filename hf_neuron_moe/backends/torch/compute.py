@@ -85,9 +85,10 @@ there the calls of one expert after the other take more time than what they comp
 def most_pairs(precision: str) -> int:
     """Return for how many pairs per expert, on average, CPUs compute all experts at once.
 
-    They are twice as many where one expert after the other takes more than bf16 products: quantizing, or casting.
+    They are twice as many where one expert after the other takes more than bf16 products: quantizing, casting, or fp32.
+    Beyond, memory would grow to more than 1.5 times that of one expert after the other.
     """
-    return FEW_PAIRS if precision != "mxfp8" and bf16_matmul_is_fast(torch.device("cpu")) else 2 * FEW_PAIRS
+    return FEW_PAIRS if precision == "bf16" and bf16_matmul_is_fast(torch.device("cpu")) else 2 * FEW_PAIRS
 
 
 def never_waits(device: torch.device) -> bool:

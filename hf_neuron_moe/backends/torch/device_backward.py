@@ -25,6 +25,11 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
 from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE
 
 
+def of_a_product(wanted: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a product gives a weight's gradient: fp32 for fp16, which no accelerator's gives."""
+    return torch.float32 if wanted == torch.float16 else wanted
+
+
 class DeviceBackward(GroupedBackward):
     """The backward of a layer of experts; `rows` has its runs on the device."""
 
@@ -97,13 +102,13 @@ class DeviceBackward(GroupedBackward):
 
     def _down_grad(self, inter: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
-        dtype = self._stack.stacked.down.dtype
+        dtype = of_a_product(self._stack.stacked.down.dtype)
         self.grads.put(1, self._sum_over_rows(self._rows_of(self.dout_TH), inter, blocks, dtype))
 
     def _gate_up_grad(self, d_gate_up: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
         stack, inner, x_RH = self._stack, self.weights.inner, self._rows_of(self.x_TH)
-        dtype = stack.stacked.gate_up.dtype
+        dtype = of_a_product(stack.stacked.gate_up.dtype)
         padded = d_gate_up.shape[1] != inner * (1 if self.gating.skip_gate else 2)
         if not padded and (self._in_pairs or not stack.interleaved):
             self.grads.put(0, self._sum_over_rows(d_gate_up, x_RH, blocks, dtype))

@@ -24,6 +24,7 @@ from hf_neuron_moe.backends.torch.compute import (
     bf16_matmul_is_fast,
     call_scratch,
     grouped_operands,
+    most_pairs,
 )
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul_over_rows_into
 from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
@@ -46,7 +47,8 @@ _ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 byte
 def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``left @ weight^T`` ``[R, N]`` of each group's rows and weight: fp32 sums, rounded once to `dtype`.
 
-    Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group hold anything.
+    Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group are zeros on CPUs and hold
+    anything elsewhere.
     """
     if _has_borders(left_RK):
         if _in_one_call(left_RK, weight_GNK, len(ends_G), dtype):
@@ -74,12 +76,15 @@ def _(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -
 
 @torch.library.custom_op("hf_neuron_moe::grouped_over_rows", mutates_args=())
 def grouped_over_rows(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left^T @ right`` of each group's rows ``[G, M, N]``, zeros for a group without any; as above."""
+    """Return ``left^T @ right`` of each group's rows ``[G, M, N]``, zeros for a group without any; as above.
+
+    A result of fp32 operands may be rounded to bf16, too.
+    """
     if _has_borders(left_RM):
         if _in_one_call(left_RM, right_RN, len(ends_G), dtype):
             return F.grouped_mm(left_RM.to(dtype).t(), right_RN.to(dtype), offs=ends_G)
         return _over_rows_on_host(left_RM, right_RN, _host_runs(ends_G), len(ends_G), dtype)
-    if dtype == torch.bfloat16:
+    if left_RM.dtype == dtype == torch.bfloat16:
         left, right = _padded(left_RM, -1), _padded(right_RN, -1)
         product = F.grouped_mm(left.t(), right, offs=ends_G)
         return product[:, : left_RM.shape[1], : right_RN.shape[1]].contiguous()
@@ -133,7 +138,9 @@ def _triton_is_there() -> bool:
 
 
 def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
+    if left.dtype == torch.bfloat16 and dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
 
 
 def _in_one_call(left: Tensor, right: Tensor, groups: int, dtype: torch.dtype) -> bool:
@@ -141,7 +148,8 @@ def _in_one_call(left: Tensor, right: Tensor, groups: int, dtype: torch.dtype) -
 
     Small operands are cast for it. It is torch's default product, which large ones in fp32 are not given to.
     """
-    if dtype not in (left.dtype, torch.float32) or len(left) > FEW_PAIRS * groups:
+    most = most_pairs("fp32") if left.dtype == torch.float32 else FEW_PAIRS
+    if dtype not in (left.dtype, torch.float32) or len(left) > most * groups:
         return False
     largest = right[0].numel() if right.dim() == 3 else left.shape[1] * right.shape[1]
     fast = bf16_matmul_is_fast(left.device) if dtype == torch.bfloat16 else largest <= SMALL_EXPERT

@@ -54,7 +54,9 @@ def forward_at_once(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Checkp
     operand_RI[:, :inner].copy_(product_RI)
     loader.quantize(operand_RI, 1, stack.down_layout.scheme)
     out_RH = grouped_product(operand_RI, down_EHI, ends_E, torch.float32)
-    return sum_over_experts(out_RH.mul_(scale_R1) if afterwards else out_RH, rows)
+    if afterwards:
+        out_RH.mul_(torch.where(rows.on_device.of_a_group_R[:, None], scale_R1, 0))
+    return sum_over_experts(out_RH, rows)
 
 
 def backward_at_once(

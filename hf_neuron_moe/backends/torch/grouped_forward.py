@@ -43,6 +43,7 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 BATCH = 1 << 22  # elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns
 CHUNK = 1 << 18  # elements between the products that are processed at a time
 DEVICE_CHUNKS = 3  # at most so many where every operation is a launch
+_IN_ORDER = 16  # so many numbers torch's sum adds one after the other on CPUs; of more it adds partial sums
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,11 @@ def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
 
 
 def _sum_on_device(out_RH: Tensor, runs: DeviceRuns, slot_TK: Tensor) -> Tensor:
-    """The same, a token's experts in ascending order."""
-    out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
+    """The same, a token's experts in ascending order, one after the other."""
+    if not out_RH.is_cpu:  # where products leave rows of no group as they are
+        out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
     out_TKH = out_RH.index_select(0, slot_TK.sort(1).values.flatten()).view(*slot_TK.shape, out_RH.shape[1])
-    return out_TKH.sum(1, dtype=torch.float32)
+    total_TH = out_TKH[:, :_IN_ORDER].sum(1, dtype=torch.float32)
+    for out_TH in out_TKH[:, _IN_ORDER:].unbind(1):
+        total_TH.add_(out_TH)
+    return total_TH

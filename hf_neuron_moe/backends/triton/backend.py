@@ -9,6 +9,7 @@ axis.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.spec import BlockShape
 from hf_neuron_moe.backends.torch.backend import TorchBackend
-from hf_neuron_moe.backends.torch.device_backward import DeviceBackward
+from hf_neuron_moe.backends.torch.device_backward import DeviceBackward, of_a_product
 from hf_neuron_moe.backends.torch.experts import ExpertStack, GroupedWeights, Rows
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, added_to_sums
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
-from hf_neuron_moe.backends.torch.grouped_forward import Batch, ReadyWeights, grouped_forward, sum_over_experts
+from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward, sum_over_experts
 from hf_neuron_moe.backends.torch.saved import FP8Gating
 from hf_neuron_moe.backends.torch.tiles import Loader
 from hf_neuron_moe.errors import BackendUnavailableError
@@ -109,16 +110,32 @@ class TritonBackward(DeviceBackward):
         return d_gate_up, inter_RI
 
     def _kept(self) -> Checkpoints:
-        """Return what was saved with the whole of gate and up; what is missing is multiplied again."""
-        saved, inner = self.saved, self.weights.inner
+        """Return what was saved with the whole of gate and up; what is missing is made again by the forward's product.
+
+        A value has the forward's bits: a product's columns do not depend on each other.
+        """
+        saved, weights = self.saved, self.weights
         kept_up = 0 if saved.up is None else saved.up.shape[1]
-        if kept_up == inner and (saved.gate is not None or self.gating.skip_gate):
+        parts = {} if kept_up == weights.inner else {"up": weights.up_GIH[:, kept_up:]}
+        if saved.gate is None and not self.gating.skip_gate:
+            parts["gate"] = weights.gate_GIH
+        if not parts:
             return saved
-        (batch,) = Batch.cut(self.rows, inner)
-        made = {name: values.to(torch.bfloat16) for name, values in self._pre_activations(batch).made.items()}
-        parts = [saved.up, made.get("up"), made.get("up_tail")]
-        up = torch.cat([part for part in parts if isinstance(part, Tensor)], dim=1)
-        return Checkpoints(made.get("gate", saved.gate), up, saved.gate_act, saved.intermediate)
+        gate_added, up_added = added_to_sums(weights.up_GIH, (weights.gate_bias_GI, weights.up_bias_GI), self.gating)
+        added = {"gate": gate_added, "up": None if up_added is None else up_added[:, kept_up:]}
+        x_TK = _columns(self.x_TH, self.loader)
+        made = {name: self._product(x_TK, part_GNH, added[name]) for name, part_GNH in parts.items()}
+        if isinstance(saved.up, Tensor) and "up" in made:
+            made["up"] = torch.cat([saved.up, made["up"]], dim=1)
+        return replace(saved, gate=made.get("gate", saved.gate), up=made.get("up", saved.up))
+
+    def _product(self, x_TK: Operand, weight_GNH: Tensor, added_GN: Tensor | None) -> Tensor:
+        from hf_neuron_moe.backends.triton.expert_gemm import grouped_product
+
+        weight, token_R = _weight(weight_GNH, self.loader), self.rows.token_R
+        return grouped_product(
+            x_TK, weight, self._runs.ends_G, token_R=token_R, added_EN=added_GN, dtype=torch.bfloat16
+        )
 
     def _quantized(self, values_RN: Tensor, *, columns: bool, rows: bool) -> tuple[Operand, Operand]:
         """Return an operand of a product along N, and one of a sum over rows; in MX both of one read."""
@@ -149,7 +166,7 @@ class TritonBackward(DeviceBackward):
         from hf_neuron_moe.backends.triton.expert_gemm import weight_gradient
 
         (a, a_token_R), (b, b_token_R) = left, right
-        made = torch.empty_like(like, dtype=torch.bfloat16 if self.loader.compute.mx else like.dtype)
+        made = torch.empty_like(like, dtype=torch.bfloat16 if self.loader.compute.mx else of_a_product(like.dtype))
         out_GMN = made.transpose(1, 2) if self._stack.spec.transposed else made
         tokens, block_size = (a_token_R, b_token_R), self.rows.block_size or MX_BLOCK
         weight_gradient(a, b, self._runs.ends_G, out_GMN, tokens=tokens, block_size=block_size)
@@ -241,7 +258,9 @@ def _columns(values_RK: Tensor, loader: Loader) -> Operand:
 
 def _weight(weight_GNK: Tensor, loader: Loader) -> Operand:
     """Return a weight as an operand with K as contraction axis; in MX a copy is in K's order first."""
-    return _columns(weight_GNK.contiguous().flatten(0, 1), loader) if loader.compute.mx else weight_GNK
+    if loader.compute.mx:
+        return _columns(weight_GNK.contiguous().flatten(0, 1), loader)
+    return weight_GNK if weight_GNK.dtype == torch.float32 else weight_GNK.to(torch.bfloat16)
 
 
 def _added(weights: ExpertStack, gating: Gating) -> Tensor | None:
