@@ -120,25 +120,17 @@ def line_figure(
         for name, values in (("lowest", line.low), ("highest", line.high)):
             if values:
                 columns[f"{line.name}, {name}"] = dict(zip(xs, values))
-                edge = {
-                    "mode": "lines",
-                    "line": {"width": 0},
-                    "hoverinfo": "skip",
-                    "fillcolor": f"var(--t{index % COLORS})",
-                }
-                data.append(_curve(index, plain(line.name), zip(xs, values)) | edge | {"fill": "none"})
-        if line.low:
-            data[-1]["fill"] = "tonexty"
+                edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+                fill = {"fill": "tonexty" if name == "highest" else "none", "fillcolor": f"var(--t{index % COLORS})"}
+                data.append(_curve(index, plain(line.name), zip(xs, values)) | edge | fill)
         for run, points in line.raw.items():
             columns[f"{line.name}, raw{f', {run}' if run else ''}"] = dict(points)
             thin = {"mode": "lines", "line": {"color": color, "width": 1}, "opacity": 0.55}
             data.append(_curve(index, plain(run or line.name), points) | thin | {"visible": False, "meta": "raw"})
         # Of a single point no line can be seen.
-        mode = "lines" if len(line.points) > 1 else "markers"
-        style = {"color": color, "width": 2, "dash": _DASHES[index % COLORS]}
-        data.append(
-            _curve(index, plain(line.name), line.points) | {"mode": mode, "line": style, "marker": {"color": color}}
-        )
+        mode = {"mode": "lines" if len(line.points) > 1 else "markers", "marker": {"color": color}}
+        style = {"line": {"color": color, "width": 2, "dash": _DASHES[index % COLORS]}}
+        data.append(_curve(index, plain(line.name), line.points) | mode | style)
     places = sorted({place for column in columns.values() for place in column})
     table = Table([x, *columns], [[place, *(column.get(place) for column in columns.values())] for place in places])
     known = [value for column in columns.values() for value in column.values()]
@@ -199,7 +191,7 @@ def heat_map(
     `least_range`.
     """
     pictures = values if isinstance(values, Mapping) else {"": values}
-    found = [cell for cells in pictures.values() for line in cells for cell in line if finite(cell) is not None]
+    found = (finite(cell) for cells in pictures.values() for line in cells for cell in line)
     known = [cell for cell in found if cell is not None]
     high = max(known, default=1.0)
     low = min(min(known, default=0.0), high - least_range) if low is None else low
@@ -228,14 +220,11 @@ def heat_map(
     layout = _axes("", "", 80 + (22 if len(rows) <= 40 else 12) * len(rows)) | {"shapes": frames[-1]["shapes"]}
     layout["xaxis"] |= {"type": "category", "showgrid": False, "side": "top"}
     layout["yaxis"] |= _names(rows) | {"autorange": "reversed", "showgrid": False}
-    lines = [
-        [*([name] if len(frames) > 1 else []), row, *line]
-        for name, cells in pictures.items()
-        for row, line in zip(rows, cells)
-    ]
-    table = Table([*(["step"] if len(frames) > 1 else []), "", *columns], lines)
-    limits = [each.text for each in thresholds]
-    return Figure(title, alt, table, [drawn], layout, (), limits, frames if len(frames) > 1 else ())
+    lines = [[name, row, *line] for name, cells in pictures.items() for row, line in zip(rows, cells)]
+    table, limits = Table(["step", "", *columns], lines), [each.text for each in thresholds]
+    if len(frames) > 1:
+        return Figure(title, alt, table, [drawn], layout, (), limits, frames)
+    return Figure(title, alt, Table(["", *columns], [line[1:] for line in lines]), [drawn], layout, (), limits)
 
 
 def scatter_figure(
@@ -265,9 +254,8 @@ def scatter_figure(
         low, high = min(ends), max(ends)
         layout["shapes"] = [{"type": "line", "x0": low, "y0": low, "x1": high, "y1": high, "line": line}]
     rows = [(group, name, across, up) for group, points in groups.items() for across, up, name in points]
-    return Figure(
-        title, alt, Table(["group", "name", x, y], rows), data, layout, list(groups) if len(groups) > 1 else ()
-    )
+    table = Table(["group", "name", x, y], rows)
+    return Figure(title, alt, table, data, layout, list(groups) if len(groups) > 1 else ())
 
 
 def _curve(index: int, name: str, points: Any) -> dict[str, Any]:
@@ -310,15 +298,9 @@ def _names(names: Sequence[str]) -> dict[str, Any]:
 
 def _threshold_line(threshold: Threshold) -> dict[str, Any]:
     line = {"color": "var(--bad)", "width": 1.5, "dash": "dash"}
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": threshold.value,
-        "y1": threshold.value,
-        "line": line,
-    }
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line} | dict.fromkeys(
+        ("y0", "y1"), threshold.value
+    )
 
 
 def _frames(picture: str, cells: Cells, marking: Threshold | Marks) -> list[dict[str, Any]]:
