@@ -188,7 +188,7 @@ def _advice(by_step: Mapping[str, Any], modules: Sequence[str], columns: Sequenc
         if value is not None and value < FLOOR.value
     }
     if not low:
-        return f"No module is {FLOOR.text}."
+        return f"No module is {FLOOR.text}. Cells without a value lose nothing, or were not measured."
     names = ", ".join(list(low.values())[:6]) + (f" and {len(low) - 6} more" if len(low) > 6 else "")
     return (
         f"An SQNR {FLOOR.text}: {names}. Subnormal or infinite values do this. To leave a module in bf16, pass "
