@@ -32,7 +32,7 @@ from demo_report import machine
 from rich.console import Console
 from rich.table import Table
 from study_models import SUBJECTS, Study, Subject
-from study_runs import Run, do, planned, stored
+from study_runs import Run, do, known_result, planned
 from study_summary import FP32_HEADINGS, HEADINGS, fp32_rows, markdown, rows, summarize, verdict
 from transformers.utils import logging as transformers_logging
 
@@ -78,7 +78,7 @@ def do_all(runs: list[Run], study: Study, folder: Path, budget_s: float, console
     begin = time.perf_counter()
     per_step: dict[str, float] = {}
     for index, run in enumerate(runs):
-        if stored(folder, run, study.subjects[run.model]) is not None:
+        if known_result(folder, run, study.subjects[run.model]) is not None:
             continue
         left = budget_s - (time.perf_counter() - begin)
         if left < per_step.get(run.model, 0.0) * run.steps:
@@ -96,7 +96,7 @@ def collect(runs: list[Run], subjects: dict[str, Subject], folder: Path) -> dict
     steps: dict[str, int] = {}
     seconds = complete = 0
     for run in runs:
-        result = stored(folder, run, subjects[run.model])
+        result = known_result(folder, run, subjects[run.model])
         if result is None:
             continue
         curves.setdefault(run.model, {}).setdefault(run.variant, {})[str(run.seed)] = result["losses"]

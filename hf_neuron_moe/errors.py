@@ -115,6 +115,10 @@ class NonFiniteWeightsError(NeuronMoEError, FloatingPointError):
     """Weights that are to be saved hold NaN or infinity."""
 
 
+class NonFiniteLossError(NeuronMoEError, FloatingPointError):
+    """A loss is NaN or infinite."""
+
+
 class ConversionError(NeuronMoEError, RuntimeError):
     """A checkpoint cannot be converted; the destination is left exactly as it was."""
 

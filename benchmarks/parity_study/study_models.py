@@ -13,7 +13,7 @@ import get_smollm2
 import torch
 from demo_text import DATA, token_windows
 from safetensors.torch import load_model, save_model
-from study_train import batches, train
+from study_train import train
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 from upcycle_mixtral import choose_layers, upcycle
+
+from hf_neuron_moe.recipes.variant_runs import batches
 
 TEXT_TOKENS = 50_000
 """Tokens of the text that SmolLM2's descendants train on: several times what one run reads."""

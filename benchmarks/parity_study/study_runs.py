@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,11 +11,11 @@ from typing import Any
 
 import torch
 from study_models import Study, Subject
-from study_train import batches, train
+from study_train import train
 from transformers import PreTrainedModel
 
 from hf_neuron_moe import __version__, patch_model, unpatch_model
-from hf_neuron_moe.training import measure_saved_bytes
+from hf_neuron_moe.recipes.variant_runs import batches, saved_bytes_per_token, store, stored
 
 STOCK = "stock fp32"
 CONTROL = "fp32"
@@ -81,13 +79,10 @@ def settings(run: Run, subject: Subject) -> dict[str, Any]:
     return {**asdict(run), "subject": asdict(subject), "options": options, "version": __version__}
 
 
-def stored(folder: Path, run: Run, subject: Subject) -> dict[str, Any] | None:
+def known_result(folder: Path, run: Run, subject: Subject) -> dict[str, Any] | None:
     """Return the result of a run that was done before with the same settings, or None."""
-    path = folder / run.file_name
-    if not path.is_file():
-        return None
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return result if result["settings"] == settings(run, subject) else None
+    result = stored(folder / run.file_name)
+    return result if result is not None and result["settings"] == settings(run, subject) else None
 
 
 def do(run: Run, study: Study, folder: Path, tell: Tell) -> dict[str, Any]:
@@ -110,10 +105,7 @@ def do(run: Run, study: Study, folder: Path, tell: Tell) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - begin, 1),
         "losses": losses,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{run.file_name}.partial"
-    partial.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    os.replace(partial, folder / run.file_name)
+    store(folder / run.file_name, result)
     return result
 
 
@@ -128,6 +120,4 @@ def patch_and_measure(
     names = [entry.name for entry in patch_model(model, options).patched]
     if options is None:
         unpatch_model(model)
-    with measure_saved_bytes({name: model.get_submodule(name) for name in names}) as saved:
-        model(ids_BL, labels=ids_BL, use_cache=False)
-    return len(names) if options is not None else 0, saved.bytes_per_token
+    return len(names) if options is not None else 0, saved_bytes_per_token(model, names, ids_BL)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from study_runs import CONTROL, FP32_STEPS, FP32_VARIANTS, STOCK, VARIANTS
 
-LAST = 100
+from hf_neuron_moe.recipes.loss_differences import LAST, compared
+
 FP32_RTOL = 1e-6
 Curves = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """Losses per step by model, variant and seed."""
@@ -19,51 +19,24 @@ GOALS = {"mxfp8": ("bf16", 0.25), "mxfp8, fp8 saved": ("mxfp8", 0.1), "mxfp8, re
 REFERENCES = {CONTROL: STOCK, "bf16": STOCK} | {variant: reference for variant, (reference, _) in GOALS.items()}
 
 
-def last_mean(losses: Sequence[float]) -> float:
-    """Mean loss of the last steps."""
-    return statistics.fmean(losses[-LAST:])
-
-
-def difference_percent(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """By how many percent the last steps' mean loss exceeds that of the reference, run on the same batches."""
-    return 100 * (last_mean(losses) / last_mean(reference) - 1)
-
-
 def summarize(curves: Curves) -> dict[str, Any]:
     """Return, per model and variant, means, differences and whether the goals are met."""
     return {model: {"variants": _variants(own), "fp32": _fp32(own)} for model, own in curves.items()}
 
 
 def _variants(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any]:
-    summary: dict[str, Any] = {}
-    for variant in VARIANTS:
-        seeds = curves.get(variant, {})
-        if not seeds:
-            continue
-        means = {seed: last_mean(losses) for seed, losses in seeds.items()}
-        entry: dict[str, Any] = {"seeds": len(means), "last_mean": statistics.fmean(means.values()), "by_seed": means}
-        entry["seed_spread_percent"] = _spread(list(means.values()))
-        reference = REFERENCES.get(variant)
-        shared = [seed for seed in seeds if reference is not None and seed in curves.get(reference, {})]
-        if reference is not None and shared:
-            gaps = [difference_percent(seeds[seed], curves[reference][seed]) for seed in shared]
-            entry |= {"reference": reference, "difference_percent": statistics.fmean(gaps), "by_seed_percent": gaps}
-            if variant in GOALS:
-                goal = GOALS[variant][1]
-                entry |= {"goal_percent": goal, "met": abs(entry["difference_percent"]) <= goal}
-        summary[variant] = entry
+    summary = compared({name: curves[name] for name in VARIANTS if curves.get(name)}, REFERENCES)
+    for variant, (_, goal) in GOALS.items():
+        entry = summary.get(variant, {})
+        if "difference_percent" in entry:
+            entry |= {"goal_percent": goal, "met": abs(entry["difference_percent"]) <= goal}
     return summary
-
-
-def _spread(values: list[float]) -> float | None:
-    """Standard deviation over the seeds in percent of the mean; None for a single seed."""
-    return 100 * statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else None
 
 
 def _fp32(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any] | None:
     """Largest relative difference of a step's loss between the lossless policies in fp32, and to stock."""
-    compared = (CONTROL, *FP32_VARIANTS)
-    first = {variant: curves[variant]["0"][:FP32_STEPS] for variant in compared if "0" in curves.get(variant, {})}
+    known = (CONTROL, *FP32_VARIANTS)
+    first = {variant: curves[variant]["0"][:FP32_STEPS] for variant in known if "0" in curves.get(variant, {})}
     if len(first) < 2:
         return None
     reference = next(iter(first.values()))

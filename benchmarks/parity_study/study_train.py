@@ -1,6 +1,6 @@
 """The training loop of the parity study; nothing in it knows whether a model is patched.
 
-Legend: B sequences per batch, L tokens per sequence, N windows.
+Legend: B sequences per batch, L tokens per sequence.
 """
 
 from __future__ import annotations
@@ -8,23 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_neuron_moe.recipes.variant_runs import cross_entropy
+
 WARMUP = 0.05
 CLIP_NORM = 1.0
-
-
-def batches(windows_NL: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
-    """Yield ``[B, L]`` batches forever, in an order that only the seed decides."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(windows_NL), generator=generator)
-        for start in range(0, len(order) - batch + 1, batch):
-            yield windows_NL[order[start : start + batch]]
 
 
 def train(model: PreTrainedModel, data: Iterator[Tensor], steps: int, rate: float) -> Iterator[float]:
@@ -40,15 +32,6 @@ def train(model: PreTrainedModel, data: Iterator[Tensor], steps: int, rate: floa
         schedule.step()
         optimizer.zero_grad()
         yield cross_entropy(model, output)
-
-
-def cross_entropy(model: PreTrainedModel, output: Any) -> float:
-    """The loss without the routers' load-balancing part, which is not what is compared."""
-    balance = getattr(output, "aux_loss", None)
-    loss = output.loss.detach().double()
-    if balance is not None:
-        loss = loss - model.config.router_aux_loss_coef * balance.detach().double()
-    return float(loss)
 
 
 def share_of_rate(step: int, steps: int) -> float:

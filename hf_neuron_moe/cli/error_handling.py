@@ -28,7 +28,7 @@ _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
-        *("tokens", "layers", "seed", "block_size", "random_weights", "recipe", "keep_bf16"),
+        *("tokens", "length", "layers", "seed", "block_size", "random_weights", "recipe", "keep_bf16"),
     )
 } | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
 """What a user of the command typed for the library's arguments, which its errors begin with."""

@@ -22,9 +22,11 @@ COMMANDS = (
     "inspect",
     "estimate",
     "report",
+    "parity",
     "doctor",
     "verify-device",
     "smoke",
+    "explore",
 )
 """One row per command: the function of that name in the module of that name in this folder, with ``_`` for ``-``."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import typer
 
 Update = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with bytes, or what else is counted, done and in all."""
 
 SAMPLE_SECONDS = 0.02  # between two looks at the memory, each of about 30 microseconds
 LOG_SECONDS = 60.0  # between two lines in a log: what takes less has none
@@ -41,9 +41,10 @@ class Watch:
 
 
 @contextmanager
-def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update]]:
+def watching(label: str, *, quiet: bool = False, unit: str = "") -> Iterator[tuple[Watch, Update]]:
     """Give a watch and the function that a long operation calls with its progress, which `quiet` does not show.
 
+    What is counted are bytes, or with `unit` things of that name. The watch sees memory in either case.
     A thread looks at the memory: steps are too far apart for that, and when one is reported it is given back already.
     """
     watch, stop = Watch(), threading.Event()
@@ -53,10 +54,10 @@ def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update
         if quiet:
             yield watch, watch.update
         elif sys.stderr.isatty():
-            with _drawn(label, watch) as update:
+            with _drawn(label, watch, unit) as update:
                 yield watch, update
         else:
-            yield watch, _logged(label, watch)
+            yield watch, _logged(label, watch, unit)
     finally:
         stop.set()
         thread.join()
@@ -71,7 +72,7 @@ def _sample(watch: Watch, stop: threading.Event) -> None:
             return
 
 
-def _logged(label: str, watch: Watch) -> Update:
+def _logged(label: str, watch: Watch, unit: str) -> Update:
     """Write a line when a minute has passed since the last one."""
     last = watch.seconds
 
@@ -81,20 +82,23 @@ def _logged(label: str, watch: Watch) -> Update:
         now = watch.seconds
         if now - last >= LOG_SECONDS:
             last = now
-            progress = f"{in_words(done)} of {in_words(total)} ({100 * done // max(total, 1)} %)"
+            words = f"{done:,} of {total:,} {unit}" if unit else f"{in_words(done)} of {in_words(total)}"
+            rate = "" if unit else f", {in_words(done / now)}/s"
             left = f"about {now * (total - done) / max(done, 1) / 60:,.0f} min left"
-            line = f"{label}: {progress}, {in_words(done / now)}/s, {left}, peak {in_words(watch.peak)}"
+            progress = f"{words} ({100 * done // max(total, 1)} %){rate}"
+            line = f"{label}: {progress}, {left}, peak {in_words(watch.peak)}"
             typer.echo(line, err=True)
 
     return update
 
 
 @contextmanager
-def _drawn(label: str, watch: Watch) -> Iterator[Update]:
+def _drawn(label: str, watch: Watch, unit: str) -> Iterator[Update]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    measures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    counted = (TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),) if unit else ()
+    measures = (BarColumn(), *(counted or (DownloadColumn(), TransferSpeedColumn())), TimeRemainingColumn())
     columns = (TextColumn(label), *measures, TextColumn("peak {task.fields[peak]}"))
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=None, peak="")

@@ -6,7 +6,7 @@ Legend: N rows, L tokens per row.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,18 @@ _PART_CHARACTERS = 1 << 20  # of a file given to the tokenizer at once
 
 
 @public("text")
-def token_rows(path: Path, tokenizer: Any, tokens: int, length: int, skip: int = 0) -> Tensor:
+def token_rows(
+    path: Path,
+    tokenizer: Any,
+    tokens: int,
+    length: int,
+    skip: int = 0,
+    less: Callable[[int], str] = "--tokens {}".format,
+) -> Tensor:
     """Return the first `tokens` tokens of a text behind the first `skip`, int64 ``[N, L]`` with L at most `length`.
 
     A ``.jsonl`` file has an object with the key ``"text"`` in each line; any other file is plain text. `tokens` is a
-    multiple of L, or it is rounded down to one.
+    multiple of L, or it is rounded down to one. `less` names the option for a text of so many tokens.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or has fewer tokens; the message says how many there are.
@@ -39,7 +46,7 @@ def token_rows(path: Path, tokenizer: Any, tokens: int, length: int, skip: int =
         found += tokenizer(part, verbose=False)["input_ids"]
         if len(found) >= skip + needed:
             return torch.tensor(found[skip : skip + needed]).view(-1, length)
-    fix = f"Give a longer text, or --tokens {(len(found) - skip) // length * length or len(found)}."
+    fix = f"Give a longer text, or {less((len(found) - skip) // length * length or len(found))}."
     if not found:
         fix = "Give a file with text: about four characters make a token."
     behind = f" behind the first {skip:,}" if skip else ""

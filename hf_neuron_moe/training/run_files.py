@@ -36,11 +36,11 @@ class RunFiles:
         A run that was interrupted after its last checkpoint wrote them, and this one will write them again.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
+        write_whole(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
         for path in (self.folder / METRICS_FILE, self.folder / EVALUATIONS_FILE):
             if path.exists():
                 lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                _replace(path, "".join(line for line in lines if _is_until(line, step)))
+                write_whole(path, "".join(line for line in lines if _is_until(line, step)))
 
     def append(self, record: Mapping[str, Any], name: str = METRICS_FILE) -> None:
         """Write one line of ``metrics.jsonl``, or of the file `name`."""
@@ -113,7 +113,7 @@ def _is_until(line: str, step: int) -> bool:
         return False
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")

@@ -10,21 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from demo import check_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
+
+from tests.byte_tokenizer import save_byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def save_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer with one token per byte."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["a"], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 @pytest.fixture

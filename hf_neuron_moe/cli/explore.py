@@ -1,0 +1,146 @@
+"""The command ``explore``: what MXFP8 does to a model, which blocks should stay in bf16, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_neuron_moe.cli.model_folder import quiet_transformers
+from hf_neuron_moe.cli.progress_line import watching
+from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.config import MOST_TOKENS
+from hf_neuron_moe.errors import DestinationError
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.explore.exploration import Exploration, Ranked
+
+SHOWN = 10
+"""Blocks of the ranking that a terminal shows."""
+
+
+def explore(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a checkpoint with a tokenizer.")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help='Plain text, or .jsonl with the key "text".')],
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of the text to measure on.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens per row.")] = 512,
+    formats: Annotated[
+        str, typer.Option(metavar="LIST", help="Of bf16, mxfp8, mxfp4 and fp8-saved, with commas between.")
+    ] = "mxfp8,fp8-saved",
+    budget: Annotated[
+        str, typer.Option(metavar="LIMIT", help="Largest expected change of the loss: 0.25%, or nats per token.")
+    ] = "0.25%",
+    device: Annotated[str, typer.Option(metavar="trn2|trn3|h100|b200", help="Whose time the plan saves.")] = "trn3",
+    step_tokens: Annotated[
+        int, typer.Option("--step-tokens", min=1, max=MOST_TOKENS, help="Tokens of a training step, for times.")
+    ] = 8192,
+    verify: Annotated[int, typer.Option(min=0, help="Blocks to switch to mxfp8 one at a time and measure.")] = 4,
+    draws: Annotated[int, typer.Option(min=0, max=64, help="Sets of drawn labels per row, for the curvature.")] = 1,
+    fold: Annotated[
+        Path | None, typer.Option(metavar="DST", help="Write a checkpoint with outlier channels folded away.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan as YAML; with mxfp4 also FILE-convert.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.html", help="Write a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what MXFP8 does to a model, block by block.
+
+    Predicts the change of the loss, explains it, and plans which blocks stay in bf16. One pass forward and backward
+    over the text. A run that was stopped goes on where it was when it is started again in the same folder. Needs
+    memory for the model, one row's activations and one block.
+    """
+    from hf_neuron_moe.explore.precision_plan import as_yaml
+    from hf_neuron_moe.explore.run import Options, explore as run
+
+    for path in (plan, output):
+        if path is not None and not path.absolute().parent.is_dir():
+            got, fix = f"a name in {path.parent}, which is no folder", "Name a file in a folder that exists."
+            raise DestinationError.about(str(path), "a file that can be written", got, fix)
+    quiet_transformers()
+    names = tuple(name.strip() for name in formats.split(",") if name.strip())
+    options = Options(tokens, length, names, budget, device, step_tokens, verify, draws, fold)
+    state = Path(f".explore-{model_dir.resolve().name}.partial")
+    with watching("exploring", unit="parts") as (_, advance):
+        result = run(model_dir, text, options, state, advance)
+    if plan is not None:
+        plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
+        if result.frozen_plan is not None:
+            plan.with_stem(f"{plan.stem}-convert").write_text(as_yaml(result.frozen_plan, result.model), "utf-8")
+    if output is not None:
+        from hf_neuron_moe.explore.explore_page import write_explore_page
+
+        write_explore_page(result, output)
+    if as_json:
+        typer.echo(json.dumps({"ok": True} | result.to_dict()))
+        return
+    _show(result)
+    for path, what in ((plan, "plan"), (output, "page"), (fold, "folded checkpoint")):
+        if path is not None:
+            typer.echo(f"Wrote the {what} to {path}.")
+
+
+def _show(result: Exploration) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file has no edge
+
+    def line(text: str) -> None:
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    loss = result.loss
+    line(f"{result.model}: loss {loss:.4f} in bf16 on {result.measures.tokens:,} tokens of {result.text}")
+    for form, rows in result.ranking.items():
+        table = Table(box=box.SIMPLE, title=f"Change of the loss by {form}, worst blocks first", title_justify="left")
+        for heading in ("block", "predicted", "measured", "why"):
+            table.add_column(heading, justify="left" if heading in ("block", "why") else "right")
+        for row in rows[:SHOWN]:
+            table.add_row(row.block, _percent(row.predicted, loss), _measured(row, loss), f"{row.reason.text}")
+        console.print(table)
+        if len(rows) > SHOWN:
+            line(f"  and {len(rows) - SHOWN} more; --json and -o have all.")
+    verified = [row for row in result.ranking.get("mxfp8", []) if row.measured is not None]
+    if len(verified) >= 3:
+        line(f"Rank correlation of predicted and measured, {len(verified)} blocks: {result.correlation:.2f}")
+    _show_plan(result, line)
+    for advice in (*result.advice, *result.folds):
+        line(advice)
+    if result.folded:
+        line(
+            f"Folded: loss {result.folded['bf16']:.4f} in bf16, {result.folded['mxfp8']:.4f} in mxfp8 "
+            f"(before: {result.measured['mxfp8']:.4f})."
+        )
+
+
+def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
+    plan, loss = result.plan, result.loss
+    line(f"Plan for {plan.device}, expected change below {100 * plan.limit / loss:.2g} % (times are estimates):")
+    rows = {f"uniform {kind}": total for kind, total in result.uniform.items()} | {"plan": plan.total}
+    for name, total in rows.items():
+        measured = result.measured.get(name.removeprefix("uniform "))
+        here = "" if measured is None else f", measured here {_percent(measured - loss, loss)}"
+        line(
+            f"  {name:14} expected {_percent(total.loss_change, loss)}{here}, "
+            f"{1e3 * total.seconds:.3g} ms per step, weights {total.bytes / 1e6:,.0f} MB"
+        )
+    line(f"  {plan.recipe}")
+    if result.frozen_plan is not None:
+        line(f"  for convert --recipe, least bytes: {result.frozen_plan.recipe}")
+    for row in (row for row in next(iter(result.ranking.values()))[:3]):
+        line(f"  {row.block}: {row.reason.remedy}")
+
+
+def _percent(change: float, loss: float) -> str:
+    return f"{100 * change / loss:+.3f} %"
+
+
+def _measured(row: Ranked, loss: float) -> str:
+    return "" if row.measured is None else _percent(row.measured, loss)

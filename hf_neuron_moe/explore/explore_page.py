@@ -1,0 +1,215 @@
+"""The page of an exploration: ranking, predicted against measured, operands, experts, plan, advice."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
+from hf_neuron_moe.explore.measures import ACTIVATIONS, DW, DX, GRADIENTS, PRODUCTS, WEIGHTS
+from hf_neuron_moe.explore.precision_plan import source_of
+from hf_neuron_moe.report.page import Part, Section, render_page, write_page
+from hf_neuron_moe.report.plots import Cell, Figure, Table, Threshold, bar_figure, heat_map, scatter_figure
+
+POOR_DB = 24.0
+"""SQNR that is framed: four noise bits below e4m3's usual 31 dB would be 7 dB; this is one bit above half of it."""
+
+_COLUMNS = [
+    f"{product}{behind} {kind}"
+    for product in PRODUCTS
+    for behind, kinds in (("", (ACTIVATIONS, WEIGHTS)), (DX, (GRADIENTS, WEIGHTS)), (DW, (ACTIVATIONS, GRADIENTS)))
+    for kind in kinds
+]
+
+
+def write_explore_page(result: Exploration, path: Path) -> int:
+    """Write the page whole or not at all; return its size in bytes."""
+    measures = result.measures
+    subtitle = f"{measures.tokens:,} tokens of {result.text}, loss {result.loss:.4f} in bf16"
+    sections = [_plan(result), *_rankings(result), _operands(result), *_experts(result), _how(result)]
+    return write_page(render_page(f"What MX formats do to {result.model}", subtitle, sections), path)
+
+
+def _plan(result: Exploration) -> Section:
+    plan, loss = result.plan, result.loss
+    rows: list[list[Cell]] = []
+    totals = {f"uniform {kind}": each for kind, each in result.uniform.items()} | {"plan": plan.total}
+    for name, total in totals.items():
+        measured = result.measured.get(name.removeprefix("uniform "))
+        here = None if measured is None else 100 * (measured - loss) / loss
+        expected = 100 * total.loss_change / loss
+        rows.append([name, expected, here, 1e3 * total.seconds, total.bytes / 1e6])
+    time = f"ms per step on {plan.device} (estimate)"
+    columns = ["", "expected change, %", "measured here, %", time, "weights, MB"]
+    recipe = Table(["blocks", "precision"], list(plan.recipe.items()))
+    parts: list[Part] = [
+        f"The plan keeps the expected change of the loss below {100 * plan.limit / loss:.3g} % at the least time.",
+        Table(columns, rows),
+        recipe,
+    ]
+    if result.frozen_plan is not None:
+        recipe = Table(["blocks", "precision"], list(result.frozen_plan.recipe.items()))
+        parts += ["For a conversion, which stores frozen weights in MXFP4 too, at the least bytes:", recipe]
+    parts += result.advice
+    if result.folded:
+        parts += [*result.folds, _folded(result)]
+    return Section("Plan", parts)
+
+
+def _folded(result: Exploration) -> Table:
+    rows: list[list[Cell]] = [
+        [precision, result.measured[precision], after] for precision, after in result.folded.items()
+    ]
+    return Table(["precision", "loss before folding", "loss after"], rows)
+
+
+def _rankings(result: Exploration) -> list[Section]:
+    sections = []
+    for form, rows in result.ranking.items():
+        percent = [100 * row.predicted / result.loss for row in rows]
+        bars = bar_figure(
+            [row.block for row in rows],
+            {"predicted change of the loss, %": percent},
+            title=f"Predicted change of the loss, one block in {form} at a time",
+            alt=f"Bars of {len(rows)} blocks from {max(percent):.3g} % to {min(percent):.3g} %.",
+        )
+        parts: list[Part] = [bars, *_measured(result, rows), _reasons(result, rows)]
+        sections.append(Section(f"Blocks in {form}, worst first", parts))
+    return sections
+
+
+def _measured(result: Exploration, rows: list[Ranked]) -> list[Part]:
+    points = [
+        (100 * row.predicted / result.loss, 100 * row.measured / result.loss, row.block)
+        for row in rows
+        if row.measured is not None
+    ]
+    if not points:
+        return []
+    known = not math.isnan(result.correlation)
+    words = f"Rank correlation over {len(points)} blocks: {result.correlation:.2f}." if known else ""
+    title, alt = "Predicted against measured", f"{len(points)} blocks beside the diagonal. {words}"
+    axes = {"x": "predicted, %", "y": "measured, %"}
+    return [
+        scatter_figure({"blocks": points}, title=title, alt=alt, diagonal=True, **axes),
+        *([words] if known else []),
+    ]
+
+
+def _reasons(result: Exploration, rows: list[Ranked]) -> Table:
+    def percent(value: float | None) -> float | None:
+        return None if value is None else 100 * value / result.loss
+
+    columns = ["block", "predicted, %", "deviation, %", "measured, %", "why", "remedy"]
+    return Table(
+        columns,
+        [
+            [
+                row.block,
+                percent(row.predicted),
+                percent(row.deviation),
+                percent(row.measured),
+                row.reason.text,
+                row.reason.remedy,
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _operands(result: Exploration) -> Section:
+    blocks = result.measures.blocks
+    figures = {name: {key: each.figures() for key, each in block.operands.items()} for name, block in blocks.items()}
+
+    def picture(measure: str, factor: float = 1.0) -> list[list[float | None]]:
+        return [[factor * figures[name][key][measure] for key in _COLUMNS] for name in blocks]
+
+    ratios: list[list[float | None]] = [
+        [figures[name][key]["amax"] / (figures[name][key]["median_channel_amax"] or math.nan) for key in _COLUMNS]
+        for name in blocks
+    ]
+    limit = Threshold(POOR_DB, f"below {POOR_DB:g} dB")
+    names = list(blocks)
+    maps: list[Figure] = [
+        heat_map(
+            names,
+            _COLUMNS,
+            picture("sqnr_db"),
+            title="Signal over quantization noise of every operand in mxfp8",
+            alt="A heat map of blocks and operands in dB; the table below has the values.",
+            unit="dB",
+            thresholds=[limit],
+        ),
+        heat_map(
+            names,
+            _COLUMNS,
+            picture("flushed", 100.0),
+            title="Values that become zero",
+            alt="A heat map of blocks and operands in percent; the table below has the values.",
+            unit="%",
+            low=0.0,
+        ),
+        heat_map(
+            names,
+            _COLUMNS,
+            ratios,
+            title="Largest channel over the median channel",
+            alt="A heat map of blocks and operands; large ratios are outlier channels.",
+            unit="times",
+        ),
+    ]
+    products = [
+        [name, product, facts[0] and 10 * math.log10(facts[0] / facts[1]) if facts[1] else None]
+        for name, block in blocks.items()
+        for product, facts in block.products.items()
+    ]
+    text = (
+        "Products read activations, weights and gradients in blocks of 32 values with one scale. "
+        f"{DX} is the gradient of a projection's input, {DW} that of its weights."
+    )
+    return Section("Operands", [text, *maps, Table(["block", "product (first row of the text)", "SQNR, dB"], products)])
+
+
+def _experts(result: Exploration) -> list[Section]:
+    routed = {name: block for name, block in result.measures.blocks.items() if block.experts > 1}
+    if not routed:
+        return []
+    experts = [str(expert) for expert in range(max(block.experts for block in routed.values()))]
+
+    def row(values: list[float]) -> list[float | None]:
+        return [values[place] if place < len(values) else None for place in range(len(experts))]
+
+    key = f"down {ACTIVATIONS}"
+    maps: list[Part] = [
+        heat_map(
+            list(routed),
+            experts,
+            [row([float(count) for count in block.tokens_E.tolist()]) for block in routed.values()],
+            title="Tokens that each expert saw",
+            alt="A heat map of blocks and experts; the table below has the values.",
+            unit="tokens",
+            low=0.0,
+        ),
+        heat_map(
+            list(routed),
+            experts,
+            [row(block.operands[key].sqnr_by_expert()) for block in routed.values()],
+            title="SQNR of the down projection's input by expert",
+            alt="A heat map of blocks and experts in dB; experts without tokens are empty.",
+            unit="dB",
+        ),
+    ]
+    return [Section("Experts", maps)]
+
+
+def _how(result: Exploration) -> Section:
+    error = standard_error(result.measures.losses)
+    parts: list[Part] = [
+        "Predicted is the gradient of the loss at a block's output times what the format changes there, plus half of "
+        "its curvature, which gradients of labels drawn from the model estimate. One block at a time; blocks are taken "
+        "to add up. The plan counts of the first order only what exceeds its deviation from row to row.",
+        f"The standard error of the loss over rows is {error:.3g}." if math.isfinite(error) else "There is one row.",
+        f"Times and bytes are estimates from published figures ({source_of(result.plan.device)}).",
+        Table(["", ""], [[name, str(value)] for name, value in result.environment.items()]),
+    ]
+    return Section("How this was measured", parts)

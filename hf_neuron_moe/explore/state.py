@@ -1,0 +1,50 @@
+"""What a measuring pass has gathered so far, on disk: a killed run goes on behind its last row."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_neuron_moe._version import __version__
+from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
+from hf_neuron_moe.explore.operand_sums import Operand
+
+FORM = 1
+
+
+def identity_of(folder: Path, text: Path, options: Sequence[Any]) -> str:
+    """Return what tells runs apart: the model's files, the text, the options and this version."""
+    digest = hashlib.sha256(repr((FORM, __version__, torch.__version__, *options)).encode())
+    for path in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json")), text):
+        facts = path.stat()
+        digest.update(repr((path.name, facts.st_size, facts.st_mtime_ns)).encode())
+    return digest.hexdigest()
+
+
+def save_state(path: Path, identity: str, measures: Measures) -> None:
+    """Write what was gathered, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    torch.save({"identity": identity, "measures": asdict(measures)}, partial)
+    os.replace(partial, path)
+
+
+def load_state(path: Path, identity: str) -> Measures | None:
+    """Return what a run with this identity left; None where there is none, or one of another run."""
+    if not path.is_file():
+        return None
+    held = torch.load(path, weights_only=True)
+    if held["identity"] != identity:
+        return None
+    stored = held["measures"]
+    blocks = {}
+    for name, block in stored["blocks"].items():
+        operands = {key: Operand(**parts) for key, parts in block["operands"].items()}
+        scores = {key: Score(**parts) for key, parts in block["scores"].items()}
+        blocks[name] = BlockMeasures(**block | {"operands": operands, "scores": scores})
+    return Measures(**stored | {"blocks": blocks})

@@ -1,0 +1,1 @@
+"""Precisions per block: compared with the stock model by training."""

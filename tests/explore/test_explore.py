@@ -1,0 +1,194 @@
+"""The command ``explore`` from end to end: what it prints, refuses, and goes on with."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.cli.main import main
+from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.explore import run as running
+from hf_neuron_moe.explore.run import Options, explore
+from hf_neuron_moe.explore.text import token_rows
+from tests.explore.models import TEXT, checkpoint
+
+SMALL = Options(tokens=256, length=64, verify=2)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("explored") / "llama")
+
+
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["hf-neuron-moe", "explore", *map(str, arguments)])
+    capsys.readouterr()
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0), "".join(capsys.readouterr())
+    return 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_one_json_object_with_ranking_and_plan(family, tmp_path, monkeypatch, capsys):
+    folder = checkpoint(tmp_path / family, family)
+    monkeypatch.chdir(tmp_path)
+    formats = ("--formats", "bf16,mxfp8,mxfp4,fp8-saved") if family == "llama" else ()
+    options = ["--tokens", 256, "--length", 64, "--verify", 2, "--plan", "plan.yaml", *formats]
+    code, out = printed(capsys, monkeypatch, folder, TEXT, *options, "--json")
+    assert code == 0, out
+    found = json.loads(out)
+    names = [row["block"] for row in found["ranking"]]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert sorted(names) == sorted(entry.name for entry in patch_model(model, {"precision": found["plan"]}).patched)
+    predicted = [row["predicted"] for row in found["ranking"]]
+    assert predicted == sorted(predicted, reverse=True)
+    assert sum(row["measured"] is not None for row in found["ranking"]) == 2
+    assert all(row["reason"] and row["remedy"] for row in found["ranking"])
+    assert yaml.safe_load(Path("plan.yaml").read_text()) == found["plan"]
+    assert (found["convert_plan"] is not None) == bool(formats) == Path("plan-convert.yaml").exists()
+    assert set(found["uniform"]) >= {"bf16", "mxfp8"} and found["uniform"]["bf16"]["loss_change"] == 0
+    for block in found["blocks"].values():
+        assert block["operands"]["gate_up activations"]["sqnr_db"] > 20
+        assert sum(block["tokens_by_expert"]) == 256 * (2 if family == "mixtral" else 1)
+        assert (len(block["operands"]["down weights"].get("sqnr_db_by_expert", [])) > 1) == (family == "mixtral")
+        assert ("down weights in mxfp4" in block["operands"]) == bool(formats)
+    assert not list(Path().glob(".explore*"))
+
+
+def test_text_for_people(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out = printed(capsys, monkeypatch, model_dir, TEXT, "--tokens", 256, "--length", 64, "--verify", 0)
+    assert code == 0, out
+    for words in ("Change of the loss by mxfp8", "uniform mxfp8", "Plan for trn3", "(times are estimates)", "dB SQNR"):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (["--tokens", 10**6], "text must be at least 999,936 tokens long", 2),
+        (["--tokens", 64, "--length", 64], "at least 256 (4 rows)", 2),
+        (["--formats", "mxfp9"], "formats must be one of bf16, mxfp8", 2),
+        (["--formats", "bf16"], "with mxfp8, which is planned", 2),
+        (["--device", "tpu"], "device must be one of trn2, trn3, h100, b200", 2),
+        (["--budget", "much"], "budget must be", 2),
+        (["--plan", "nowhere/plan.yaml"], "no folder", 4),
+        (["--fold", "."], "fold must be a folder that does not exist", 4),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(
+    model_dir, tmp_path, monkeypatch, capsys, arguments, words, code
+):
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(TEXT.read_text().splitlines(keepends=True)[:2]))
+    before = set(tmp_path.iterdir())
+    found, out = printed(capsys, monkeypatch, model_dir, text, *arguments)
+    assert (found, words in out) == (code, True), out
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_model_that_is_not_finite_is_refused_by_tensor(model_dir, tmp_path):
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
+    shutil.copytree(model_dir, tmp_path / "model")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(NeuronMoEError, match=r"model\.layers\.1\.mlp\.up_proj\.weight must be finite"):
+        explore(tmp_path / "model", TEXT, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.txt", "", "got 0 in"),
+        ("bad.jsonl", '{"txt": "a"}\n', "line 1 of"),
+        ("bad.jsonl", "[1]\n", "line 1 of"),
+        ("absent.txt", None, "a file that can be read"),
+        ("binary.txt", b"\xff\xfe\xff", "UTF-8"),
+    ],
+)
+def test_texts_that_do_not_do(name, content, words, tmp_path, model_dir):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(NeuronMoEError, match="text must be") as error:
+        explore(model_dir, tmp_path / name, SMALL)
+    assert words in str(error.value)
+
+
+def test_rows_of_plain_text_are_those_of_json_lines(tmp_path):
+    class Bytes:
+        def __call__(self, text, verbose):
+            return {"input_ids": list(text.encode())}
+
+    (tmp_path / "a.txt").write_text("abcdefgh\nij")
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdefgh\\n"}\n\n{"text": "ij"}\n')
+    rows = [token_rows(tmp_path / name, Bytes(), 9, 3, skip=1).tolist() for name in ("a.txt", "a.jsonl")]
+    assert rows[0] == rows[1] == [list(b"bcd"), list(b"efg"), list(b"h\ni")]
+
+
+def test_a_run_that_was_stopped_goes_on_and_ends_the_same(model_dir, tmp_path):
+    state = tmp_path / "state"
+    whole = explore(model_dir, TEXT, SMALL).to_dict()
+
+    def stop(done: int, total: int) -> None:
+        if done >= 8:  # two of four rows
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        explore(model_dir, TEXT, SMALL, state, stop)
+    seen: list[int] = []
+    again = explore(model_dir, TEXT, SMALL, state, lambda done, total: seen.append(done))
+    assert seen[0] == 8 and not state.exists()
+    assert again.to_dict() == whole
+
+
+def test_the_state_of_another_run_is_not_taken(model_dir, tmp_path):
+    state = tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        explore(model_dir, TEXT, SMALL, state, _stop_at_once)
+    seen: list[int] = []
+    explore(model_dir, TEXT, Options(256, 32, verify=0), state, lambda done, total: seen.append(done))
+    assert seen[0] == 0
+
+
+def _stop_at_once(done: int, total: int) -> None:
+    if done:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_resumed(model_dir, tmp_path):
+    command = [sys.executable, "-m", "hf_neuron_moe.cli.main", "explore", str(model_dir), str(TEXT), "--json"]
+    command += ["--tokens", "2048", "--length", "64", "--verify", "0"]
+    environment = os.environ | {"PYTHONPATH": str(Path(running.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    state = tmp_path / f".explore-{model_dir.name}.partial"
+    deadline = time.monotonic() + 120
+    while not state.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(first.pid, signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL and state.exists()
+    done = torch.load(state, weights_only=True)["measures"]["rows"]
+    assert 0 < done < 32
+    second = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    expected = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(second.stdout) == json.loads(expected.stdout)

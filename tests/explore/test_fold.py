@@ -1,0 +1,83 @@
+"""Outliers are found, named, and folded away; what cannot be folded leaves the weights as they were."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe.explore.explain import FOLD, Outlier, Reason, reason_of
+from hf_neuron_moe.explore.fold import fold
+from hf_neuron_moe.explore.measure import Pass
+from hf_neuron_moe.explore.measures import Measures
+from hf_neuron_moe.explore.run import Options, explore
+from tests.explore.models import TEXT, checkpoint, loaded, plant_in_down, plant_in_input, planted
+
+CASES = [("llama", plant_in_down), ("llama", plant_in_input), ("mixtral", plant_in_input)]
+
+
+def reasons(model: Any, row_L: torch.Tensor) -> dict[str, Reason]:
+    measures = Measures()
+    Pass(model, ("mxfp8",), measures).run(row_L)
+    return {name: reason_of(name, block, "mxfp8") for name, block in measures.blocks.items()}
+
+
+@pytest.mark.parametrize(("family", "plant"), CASES)
+def test_a_planted_channel_is_named_and_folded_away(family: str, plant: Any, tmp_path: Path) -> None:
+    model = loaded(planted(tmp_path / "model", family, plant, layer=1, channel=37, power=20))
+    row_L = torch.randint(3, 200, (64,))
+    found = reasons(model, row_L)
+    (name,) = [name for name, reason in found.items() if reason.remedy_kind == FOLD]
+    assert "layers.1" in name and "channel 37 is 2**" in found[name].text
+    outlier = found[name].outlier
+    assert outlier is not None and outlier.channel == 37
+    before = model(input_ids=row_L[None]).logits
+    (done,) = fold(model, {name: outlier}, row_L)
+    assert done.power == -round(math.log2(outlier.ratio))
+    assert torch.equal(model(input_ids=row_L[None]).logits, before)
+    assert all(reason.remedy_kind != FOLD for reason in reasons(model, row_L).values())
+
+
+def test_a_model_without_outliers_has_nothing_to_fold(tmp_path: Path) -> None:
+    model = loaded(checkpoint(tmp_path / "model"))
+    assert all(reason.outlier is None for reason in reasons(model, torch.randint(3, 200, (64,))).values())
+
+
+@pytest.mark.parametrize("product", ["down", "gate_up"])
+def test_weights_are_as_they_were_where_folding_fails(
+    product: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(checkpoint(tmp_path / "model"))
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    outliers = {"model.layers.0.mlp": Outlier(product, 3, 0, 2.0**10, 2.0)}
+    if product == "down":  # 2**-10 of the smallest number is zero
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[3, 0] = before["model.layers.0.mlp.up_proj.weight"][3, 0] = 1e-45
+        match = "with weights that can be scaled"
+    else:  # a norm that adds one to its weight is not linear in it
+        norm = model.model.layers[0].post_attention_layernorm
+        monkeypatch.setattr(norm, "forward", lambda x: x * (1 + norm.weight))
+        match = "equal to the original within a rounding"
+    with pytest.raises(UnsupportedModelError, match=match):
+        fold(model, outliers, torch.randint(3, 200, (16,)))
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.slow
+def test_the_folded_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
+    folder = planted(tmp_path / "model", "llama", plant_in_down, layer=1, channel=37, power=20)
+    options = Options(tokens=512, length=64, verify=2, fold=tmp_path / "folded")
+    result = explore(folder, TEXT, options)
+    first = result.ranking["mxfp8"][0]
+    assert first.block == "model.layers.1.mlp" and "channel 37" in first.reason.text
+    assert result.plan.precisions["model.layers.1.mlp"] == "bf16" or result.plan.recipe["*"] == "bf16"
+    assert abs(result.folded["bf16"] - result.measured["bf16"]) <= 2**-8 * result.measured["bf16"]
+    assert abs(result.folded["mxfp8"] - result.folded["bf16"]) < abs(result.measured["mxfp8"] - result.measured["bf16"])
+    ids = torch.arange(3, 67)[None]
+    stock, folded = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "folded"))
+    torch.testing.assert_close(folded(ids).logits, stock(ids).logits, rtol=2**-8, atol=2**-8)

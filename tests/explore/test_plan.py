@@ -1,0 +1,86 @@
+"""Plans against every other assignment, and the forms in which they are written."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import yaml
+
+from hf_neuron_moe import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
+from hf_neuron_moe.explore.precision_plan import DEVICES, Cost, as_yaml, costs_of, limit_of, make_plan
+
+
+def measured(damages: list[dict[str, float]]) -> Measures:
+    blocks = {}
+    for place, damage in enumerate(damages):
+        scores = {form: Score(second=value) for form, value in damage.items()}
+        blocks[f"model.layers.{place}.mlp"] = BlockMeasures("mlp", 1, 64, 96, torch.tensor([10]), scores=scores)
+    return Measures(blocks=blocks, rows=1, tokens=1, loss=1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_assignment_below_the_limit_is_cheaper(seed: int) -> None:
+    """Damages are whole parts of the limit here, which the solution's own rounding leaves as they are."""
+    draw = random.Random(seed)
+    damages = [{"mxfp8": draw.randint(0, 3000) / 4096, "mxfp4": draw.randint(500, 6000) / 4096} for _ in range(6)]
+    measures = measured(damages)
+    costs = {
+        name: {"bf16": Cost(9.0 + draw.random(), 2), "mxfp8": Cost(4.0 + draw.random(), 1), "mxfp4": Cost(4.0, 0.5)}
+        for name in measures.blocks
+    }
+    plan = make_plan(measures, costs, 1.0, "trn3", 1)
+    names = list(measures.blocks)
+    best = min(
+        sum(costs[name][kind].seconds for name, kind in zip(names, kinds, strict=True))
+        for kinds in itertools.product(("bf16", "mxfp8", "mxfp4"), repeat=6)
+        if sum(damage.get(kind, 0.0) for damage, kind in zip(damages, kinds, strict=True)) <= 1.0
+    )
+    assert plan.total.loss_change <= 1.0
+    assert plan.total.seconds == pytest.approx(best, abs=1e-4)  # bytes count as less than a millionth of a second each
+
+
+def test_a_plan_is_what_patch_model_and_recipes_take() -> None:
+    measures = measured([{"mxfp8": 0.1}, {"mxfp8": 5.0}, {"mxfp8": 0.1}])
+    costs = {name: {"bf16": Cost(2.0, 2), "mxfp8": Cost(1.0, 1)} for name in measures.blocks}
+    plan = make_plan(measures, costs, 1.0, "trn3", 1)
+    assert plan.recipe == {"*": "mxfp8", "model.layers.1.mlp": "bf16"}
+    assert yaml.safe_load(as_yaml(plan, "m")) == plan.recipe
+    assert NeuronMoEConfig(precision=plan.recipe).precision == plan.recipe
+    assert plan.uniform["mxfp8"].loss_change == pytest.approx(5.2) and plan.uniform["bf16"].loss_change == 0
+
+
+def test_frozen_weights_are_planned_by_their_bytes() -> None:
+    measures = measured([{"mxfp8": 0.1, "mxfp4": 0.6}, {"mxfp8": 0.1, "mxfp4": 0.6}])
+    costs = {name: {"bf16": Cost(1, 4), "mxfp8": Cost(2, 2), "mxfp4": Cost(3, 1)} for name in measures.blocks}
+    plan = make_plan(measures, costs, 1.0, "trn3", 1, frozen=True)
+    assert sorted(plan.precisions.values()) == ["mxfp4", "mxfp8"] and plan.total.bytes == 3
+
+
+def test_a_first_order_counts_as_far_as_it_is_certain() -> None:
+    assert Score(first=3.0, second=1.0, square=9.0).expected == 1.0  # one row: nothing is certain
+    assert Score(first=8.0, second=1.0, square=8.0).expected == pytest.approx(8.0 * (1 - 8 / 64) + 1)
+    assert Score(first=-8.0, second=1.0, square=8.0).expected == 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_has_costs_of_what_it_computes(device: str) -> None:
+    measures = measured([{"mxfp8": 0.1}])
+    ((row,),) = [costs_of(measures.blocks, 10, device, 4096, ("bf16", "mxfp8")).values()]
+    assert set(row) == ({"bf16"} if device == "trn2" else {"bf16", "mxfp8"})
+    assert all(cost.seconds > 0 and cost.bytes > 0 for cost in row.values())
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0.25%", 0.005), ("0.01", 0.01), (" 1 %", 0.02)])
+def test_a_limit_is_a_share_or_nats(text: str, expected: float) -> None:
+    assert limit_of(text, 2.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1%", "nan", "inf", "a lot"])
+def test_what_is_no_limit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="budget must be"):
+        limit_of(text, 2.0)
