@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_neuron_moe.report.page import Missing, Section
-from hf_neuron_moe.report.plots import Figure, Marks, Table, heat_map
+from hf_neuron_moe.report.plots import Figure, Marks, Table, heat_map, short_names
 from hf_neuron_moe.report.run_data import RunData
-from hf_neuron_moe.report.sections import LEAST_DB, MOST_PICTURES, short_names
+from hf_neuron_moe.report.sections import LEAST_DB, MOST_PICTURES
 
 PRODUCTS = ("gate_up", "gate", "down", "down.dx", "gate_up.dx", "down.dw", "gate_up.dw")  # as they are computed
 MOST_ALARMS = 50

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
+from textwrap import wrap
 from typing import Any
 
 COLORS = 6  # ``--c0`` to ``--c5`` of the page's style, and ``--t0`` to ``--t5`` for bands
@@ -98,9 +99,24 @@ def plain(text: str) -> str:
     return escape(" ".join(text.split()), quote=False)
 
 
-def short_name(text: str) -> str:
-    """Leave out the middle of a long name."""
-    return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME // 2 - 1]}…{text[-LONGEST_NAME // 2 :]}"
+def short_names(names: Sequence[str]) -> list[str]:
+    """Leave out what all module names begin with, up to a dot: ``model.layers.3.mlp`` -> ``3.mlp``."""
+    split = [name.split(".") for name in names]
+    shared = 0
+    while all(len(parts) > shared + 1 for parts in split) and len({parts[shared] for parts in split}) == 1:
+        shared += 1
+    return [".".join(parts[shared:]) for parts in split]
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Shorten names beside a picture: what they share at either end goes first, then the middle of what is long."""
+    texts = list(names)
+    for turn in (1, -1):  # what all begin with, then what all end with
+        if len(set(texts)) > 1 and max(map(len, texts)) > LONGEST_NAME:
+            ends = short_names([".".join(text.split(".")[::turn]) for text in texts])
+            texts = [".".join(end.split(".")[::turn]) for end in ends]
+    cut = LONGEST_NAME // 2
+    return [text if len(text) <= LONGEST_NAME else f"{text[: cut - 1]}…{text[-cut:]}" for text in texts]
 
 
 def finite(value: float | None) -> float | None:
@@ -168,6 +184,10 @@ def bar_figure(names: Sequence[str], series: Mapping[str, Sequence[float]], *, t
     ]
     layout = _axes(next(iter(series)) if len(series) == 1 else "", "", 90 + 30 * len(names) * max(1, len(series)))
     layout["yaxis"] |= _names(names) | {"autorange": "reversed"}
+    ends = [value for values in series.values() for value in values if math.isfinite(value)]
+    if min(ends, default=0.0) < 0:  # room for the values of short bars
+        span = max(*ends, 0.0) - min(ends)
+        layout["xaxis"]["range"] = [min(ends) - 0.2 * span, max(*ends, 0.0) + 0.2 * span]
     table = Table(["", *series], list(zip(names, *series.values())))
     return Figure(title, alt, table, data, layout, list(series) if len(series) > 1 else ())
 
@@ -217,9 +237,11 @@ def heat_map(
     }
     if len(columns) <= MOST_CELLS_WITH_TEXT:
         drawn["texttemplate"] = "%{z:.3g}"
-    layout = _axes("", "", 80 + (22 if len(rows) <= 40 else 12) * len(rows)) | {"shapes": frames[-1]["shapes"]}
-    layout["xaxis"] |= {"type": "category", "showgrid": False, "side": "top"}
-    layout["yaxis"] |= _names(rows) | {"autorange": "reversed", "showgrid": False}
+    top = 7 * max(map(len, labels(columns)), default=0)  # of names, which are turned where they do not fit a phone
+    height = (22 if len(rows) <= 40 else 12) * len(rows) + 80 + (top if top * len(columns) > 240 else 0)
+    layout = _axes("", "", height) | {"shapes": frames[-1]["shapes"]}
+    layout["xaxis"] |= _names(columns, MOST_CELLS_WITH_TEXT) | {"side": "top"}
+    layout["yaxis"] |= _names(rows) | {"autorange": "reversed"}
     lines = [[name, row, *line] for name, cells in pictures.items() for row, line in zip(rows, cells)]
     table, limits = Table(["step", "", *columns], lines), [each.text for each in thresholds]
     if len(frames) > 1:
@@ -277,8 +299,8 @@ def _axes(x: str, y: str, height: int) -> dict[str, Any]:
     return {
         "height": height,
         "margin": {"l": 8, "r": 8, "t": 12, "b": 8},
-        "xaxis": axis | {"title": {"text": plain(x)}},
-        "yaxis": axis | {"title": {"text": plain(y)}},
+        "xaxis": axis | {"title": _title(x)},
+        "yaxis": axis | {"title": _title(y)},
         "font": {"color": "var(--ink)", "size": 12},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -287,13 +309,18 @@ def _axes(x: str, y: str, height: int) -> dict[str, Any]:
     }
 
 
-def _names(names: Sequence[str]) -> dict[str, Any]:
-    """An axis of names, all of them written, long ones shortened."""
-    axis: dict[str, Any] = {"type": "category"}
-    if len(names) <= 40:
-        ends = {"tickvals": [plain(name) for name in names], "ticktext": [plain(short_name(name)) for name in names]}
-        axis |= {"tickmode": "array"} | ends
+def _names(names: Sequence[str], most: int = 40) -> dict[str, Any]:
+    """An axis of names: shortened and all of them written, unless they are many."""
+    axis: dict[str, Any] = {"type": "category", "showgrid": False}
+    if len(names) <= most:
+        texts = [plain(label) for label in labels(names)]
+        axis |= {"tickmode": "array", "tickvals": [plain(name) for name in names], "ticktext": texts}
     return axis
+
+
+def _title(text: str) -> dict[str, str]:
+    """The title of an axis, in lines that fit a phone."""
+    return {"text": "<br>".join(map(plain, wrap(text, 26)))}
 
 
 def _threshold_line(threshold: Threshold) -> dict[str, Any]:

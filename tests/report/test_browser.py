@@ -51,10 +51,10 @@ def shown(page: Any, figure: str) -> list[bool]:
 def test_the_page_fits_and_is_accessible(browser: Any, report: Path, width: int, scheme: str) -> None:
     with visited(browser, report, width, scheme) as page:
         assert clipped(page) == []
-        assert violations(page) == []
-        for table in page.locator("details").all()[:3]:
+        for table in page.locator("details").all():
             table.locator("summary").click()
         assert clipped(page) == []
+        assert violations(page) == []
 
 
 def test_figures_are_drawn_when_they_come_near(browser: Any, report: Path) -> None:

@@ -19,8 +19,9 @@ from hf_neuron_moe.cli.report import report
 from hf_neuron_moe.errors import DestinationError, DiskError, ReportError
 from hf_neuron_moe.report import read_runs, render, run_data, write_report
 from hf_neuron_moe.report.curves import MOST_POINTS, band, band_of_runs, differences, smoothed, thinned
+from hf_neuron_moe.report.plots import short_names
 from hf_neuron_moe.report.runs import grouped, labels
-from hf_neuron_moe.report.sections import FLOOR, short_names
+from hf_neuron_moe.report.sections import FLOOR
 from tests.refusals import refused
 from tests.report.pages import Page, health, write_guard, write_run, write_study
 
@@ -76,7 +77,7 @@ def test_all_figures_are_there_and_nothing_is_loaded(tmp_path: Path) -> None:
 def cells(page: str) -> list[dict[str, str]]:
     """The rows of the table of runs, by heading."""
     table = page.partition("<h2>Runs</h2>")[2].partition("</table>")[0]
-    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table.split("</tr>")]
+    rows = [re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table.split("</tr>")]
     return [dict(zip(rows[0], row, strict=True)) for row in rows[1:] if row]
 
 
