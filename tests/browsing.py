@@ -52,6 +52,7 @@ def visited(browser: Any, path: Path, width: int = 800, scheme: str = "light") -
     page.on("dialog", lambda dialog: messages.append(dialog.message))
     page.on("request", lambda request: loaded.append(request.url))
     page.goto(path.resolve().as_uri())
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")  # draws what is far from the window too
     until(page, "[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('svg'))")
     yield page
     assert messages == []

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_neuron_moe.report.page import Missing, Section
-from hf_neuron_moe.report.plots import Figure, Marks, Table, heat_map
+from hf_neuron_moe.report.plots import Figure, Marks, Table, heat_map, short_names
 from hf_neuron_moe.report.run_data import RunData
-from hf_neuron_moe.report.sections import LEAST_DB, MOST_PICTURES, short_names
+from hf_neuron_moe.report.sections import LEAST_DB, MOST_PICTURES
 
 PRODUCTS = ("gate_up", "gate", "down", "down.dx", "gate_up.dx", "down.dw", "gate_up.dw")  # as they are computed
 MOST_ALARMS = 50
@@ -45,13 +45,14 @@ def guard_section(run: RunData) -> Section:
     if not alarms:
         return Section(title, [f"{len(run.guard)} steps were looked at, and nothing left its band.", *drawn])
     first = alarms[0]
-    said = f"Alarms: {len(alarms)}, in {len(run.guard)} steps that were looked at. The first is {first['figure']} of {first['block']}, "
-    said += (
-        f"{first['product']}, in step {first['step']}. {_REMEDY.get(_SAME.get(first['figure'], first['figure']), '')}"
+    said = (
+        f"Alarms: {len(alarms)}, in {len(run.guard)} steps that were looked at. The first is {first['figure']} of "
+        f"{first['block']}, {first['product']}, in step {first['step']}. "
     )
+    said += _REMEDY.get(_SAME.get(first["figure"], first["figure"]), "")
     file = f"guard_step{first['step']}" + (f"_process{first['process']}" if first.get("process") else "")
     replay = f"python -m hf_neuron_moe.training.guard.reproduction {run.name}/neuron_moe/{file}.safetensors"
-    rows = [[alarm.get(key) for key in _ALARM] for alarm in alarms[:MOST_ALARMS]]
+    rows = [[None if alarm.get(key) == -1 else alarm.get(key) for key in _ALARM] for alarm in alarms[:MOST_ALARMS]]
     return Section(title, [said, f"Replay it in float64: {replay}", *drawn, Table(_ALARM, rows)])
 
 

@@ -12,6 +12,13 @@
     return Object.fromEntries(Object.entries(value).map(([name, each]) => [name, colored(each, name)]));
   }
 
+  const draws = new Map(); // by place of a figure: drawn when it comes near the window, or to be printed
+  const near = new IntersectionObserver(
+    (entries) => entries.forEach(({ isIntersecting, target }) => isIntersecting && draws.get(target)()),
+    { rootMargin: "800px" },
+  );
+  addEventListener("beforeprint", () => draws.forEach((draw) => draw()));
+
   for (const figure of document.querySelectorAll("figure")) {
     const { data, layout, frames } = JSON.parse(figure.querySelector("script").textContent);
     const plot = figure.querySelector(".plot");
@@ -21,6 +28,7 @@
     Object.assign(layout, { uirevision: 0, dragmode: touch ? false : "zoom", autosize: true });
 
     function draw() {
+      near.unobserve(plot);
       const shown = [...figure.querySelectorAll(".key")].map(pressed);
       for (const trace of data)
         trace.visible = (shown[+trace.legendgroup] ?? true) && (trace.meta !== "raw" || on("raw"));
@@ -50,7 +58,9 @@
       const middle = (low + high) / 2 + shift * (high - low);
       Plotly.relayout(plot, { "xaxis.range": [middle - (scale * (high - low)) / 2, middle + (scale * (high - low)) / 2] });
     });
-    dark.addEventListener("change", draw);
-    draw();
+    dark.addEventListener("change", () => plot.data && draw());
+    plot.style.minHeight = `${layout.height}px`;
+    draws.set(plot, draw);
+    near.observe(plot);
   }
 })();

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
+from textwrap import wrap
 from typing import Any
 
 COLORS = 6  # ``--c0`` to ``--c5`` of the page's style, and ``--t0`` to ``--t5`` for bands
@@ -98,9 +99,24 @@ def plain(text: str) -> str:
     return escape(" ".join(text.split()), quote=False)
 
 
-def short_name(text: str) -> str:
-    """Leave out the middle of a long name."""
-    return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME // 2 - 1]}…{text[-LONGEST_NAME // 2 :]}"
+def short_names(names: Sequence[str]) -> list[str]:
+    """Leave out what all module names begin with, up to a dot: ``model.layers.3.mlp`` -> ``3.mlp``."""
+    split = [name.split(".") for name in names]
+    shared = 0
+    while all(len(parts) > shared + 1 for parts in split) and len({parts[shared] for parts in split}) == 1:
+        shared += 1
+    return [".".join(parts[shared:]) for parts in split]
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Shorten names beside a picture: what they share at either end goes first, then the middle of what is long."""
+    texts = list(names)
+    for turn in (1, -1):  # what all begin with, then what all end with
+        if len(set(texts)) > 1 and max(map(len, texts)) > LONGEST_NAME:
+            ends = short_names([".".join(text.split(".")[::turn]) for text in texts])
+            texts = [".".join(end.split(".")[::turn]) for end in ends]
+    cut = LONGEST_NAME // 2
+    return [text if len(text) <= LONGEST_NAME else f"{text[: cut - 1]}…{text[-cut:]}" for text in texts]
 
 
 def finite(value: float | None) -> float | None:
@@ -120,25 +136,17 @@ def line_figure(
         for name, values in (("lowest", line.low), ("highest", line.high)):
             if values:
                 columns[f"{line.name}, {name}"] = dict(zip(xs, values))
-                edge = {
-                    "mode": "lines",
-                    "line": {"width": 0},
-                    "hoverinfo": "skip",
-                    "fillcolor": f"var(--t{index % COLORS})",
-                }
-                data.append(_curve(index, plain(line.name), zip(xs, values)) | edge | {"fill": "none"})
-        if line.low:
-            data[-1]["fill"] = "tonexty"
+                edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+                fill = {"fill": "tonexty" if name == "highest" else "none", "fillcolor": f"var(--t{index % COLORS})"}
+                data.append(_curve(index, plain(line.name), zip(xs, values)) | edge | fill)
         for run, points in line.raw.items():
             columns[f"{line.name}, raw{f', {run}' if run else ''}"] = dict(points)
             thin = {"mode": "lines", "line": {"color": color, "width": 1}, "opacity": 0.55}
             data.append(_curve(index, plain(run or line.name), points) | thin | {"visible": False, "meta": "raw"})
         # Of a single point no line can be seen.
-        mode = "lines" if len(line.points) > 1 else "markers"
-        style = {"color": color, "width": 2, "dash": _DASHES[index % COLORS]}
-        data.append(
-            _curve(index, plain(line.name), line.points) | {"mode": mode, "line": style, "marker": {"color": color}}
-        )
+        mode = {"mode": "lines" if len(line.points) > 1 else "markers", "marker": {"color": color}}
+        style = {"line": {"color": color, "width": 2, "dash": _DASHES[index % COLORS]}}
+        data.append(_curve(index, plain(line.name), line.points) | mode | style)
     places = sorted({place for column in columns.values() for place in column})
     table = Table([x, *columns], [[place, *(column.get(place) for column in columns.values())] for place in places])
     known = [value for column in columns.values() for value in column.values()]
@@ -176,6 +184,10 @@ def bar_figure(names: Sequence[str], series: Mapping[str, Sequence[float]], *, t
     ]
     layout = _axes(next(iter(series)) if len(series) == 1 else "", "", 90 + 30 * len(names) * max(1, len(series)))
     layout["yaxis"] |= _names(names) | {"autorange": "reversed"}
+    ends = [value for values in series.values() for value in values if math.isfinite(value)]
+    if min(ends, default=0.0) < 0:  # room for the values of short bars
+        span = max(*ends, 0.0) - min(ends)
+        layout["xaxis"]["range"] = [min(ends) - 0.2 * span, max(*ends, 0.0) + 0.2 * span]
     table = Table(["", *series], list(zip(names, *series.values())))
     return Figure(title, alt, table, data, layout, list(series) if len(series) > 1 else ())
 
@@ -199,7 +211,7 @@ def heat_map(
     `least_range`.
     """
     pictures = values if isinstance(values, Mapping) else {"": values}
-    found = [cell for cells in pictures.values() for line in cells for cell in line if finite(cell) is not None]
+    found = (finite(cell) for cells in pictures.values() for line in cells for cell in line)
     known = [cell for cell in found if cell is not None]
     high = max(known, default=1.0)
     low = min(min(known, default=0.0), high - least_range) if low is None else low
@@ -225,17 +237,16 @@ def heat_map(
     }
     if len(columns) <= MOST_CELLS_WITH_TEXT:
         drawn["texttemplate"] = "%{z:.3g}"
-    layout = _axes("", "", 80 + (22 if len(rows) <= 40 else 12) * len(rows)) | {"shapes": frames[-1]["shapes"]}
-    layout["xaxis"] |= {"type": "category", "showgrid": False, "side": "top"}
-    layout["yaxis"] |= _names(rows) | {"autorange": "reversed", "showgrid": False}
-    lines = [
-        [*([name] if len(frames) > 1 else []), row, *line]
-        for name, cells in pictures.items()
-        for row, line in zip(rows, cells)
-    ]
-    table = Table([*(["step"] if len(frames) > 1 else []), "", *columns], lines)
-    limits = [each.text for each in thresholds]
-    return Figure(title, alt, table, [drawn], layout, (), limits, frames if len(frames) > 1 else ())
+    top = 7 * max(map(len, labels(columns)), default=0)  # of names, which are turned where they do not fit a phone
+    height = (22 if len(rows) <= 40 else 12) * len(rows) + 80 + (top if top * len(columns) > 240 else 0)
+    layout = _axes("", "", height) | {"shapes": frames[-1]["shapes"]}
+    layout["xaxis"] |= _names(columns, MOST_CELLS_WITH_TEXT) | {"side": "top"}
+    layout["yaxis"] |= _names(rows) | {"autorange": "reversed"}
+    lines = [[name, row, *line] for name, cells in pictures.items() for row, line in zip(rows, cells)]
+    table, limits = Table(["step", "", *columns], lines), [each.text for each in thresholds]
+    if len(frames) > 1:
+        return Figure(title, alt, table, [drawn], layout, (), limits, frames)
+    return Figure(title, alt, Table(["", *columns], [line[1:] for line in lines]), [drawn], layout, (), limits)
 
 
 def scatter_figure(
@@ -265,9 +276,8 @@ def scatter_figure(
         low, high = min(ends), max(ends)
         layout["shapes"] = [{"type": "line", "x0": low, "y0": low, "x1": high, "y1": high, "line": line}]
     rows = [(group, name, across, up) for group, points in groups.items() for across, up, name in points]
-    return Figure(
-        title, alt, Table(["group", "name", x, y], rows), data, layout, list(groups) if len(groups) > 1 else ()
-    )
+    table = Table(["group", "name", x, y], rows)
+    return Figure(title, alt, table, data, layout, list(groups) if len(groups) > 1 else ())
 
 
 def _curve(index: int, name: str, points: Any) -> dict[str, Any]:
@@ -289,8 +299,8 @@ def _axes(x: str, y: str, height: int) -> dict[str, Any]:
     return {
         "height": height,
         "margin": {"l": 8, "r": 8, "t": 12, "b": 8},
-        "xaxis": axis | {"title": {"text": plain(x)}},
-        "yaxis": axis | {"title": {"text": plain(y)}},
+        "xaxis": axis | {"title": _title(x)},
+        "yaxis": axis | {"title": _title(y)},
         "font": {"color": "var(--ink)", "size": 12},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -299,26 +309,25 @@ def _axes(x: str, y: str, height: int) -> dict[str, Any]:
     }
 
 
-def _names(names: Sequence[str]) -> dict[str, Any]:
-    """An axis of names, all of them written, long ones shortened."""
-    axis: dict[str, Any] = {"type": "category"}
-    if len(names) <= 40:
-        ends = {"tickvals": [plain(name) for name in names], "ticktext": [plain(short_name(name)) for name in names]}
-        axis |= {"tickmode": "array"} | ends
+def _names(names: Sequence[str], most: int = 40) -> dict[str, Any]:
+    """An axis of names: shortened and all of them written, unless they are many."""
+    axis: dict[str, Any] = {"type": "category", "showgrid": False}
+    if len(names) <= most:
+        texts = [plain(label) for label in labels(names)]
+        axis |= {"tickmode": "array", "tickvals": [plain(name) for name in names], "ticktext": texts}
     return axis
+
+
+def _title(text: str) -> dict[str, str]:
+    """The title of an axis, in lines that fit a phone."""
+    return {"text": "<br>".join(map(plain, wrap(text, 26)))}
 
 
 def _threshold_line(threshold: Threshold) -> dict[str, Any]:
     line = {"color": "var(--bad)", "width": 1.5, "dash": "dash"}
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": threshold.value,
-        "y1": threshold.value,
-        "line": line,
-    }
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line} | dict.fromkeys(
+        ("y0", "y1"), threshold.value
+    )
 
 
 def _frames(picture: str, cells: Cells, marking: Threshold | Marks) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from hf_neuron_moe.errors import pattern_of, spelled_together
 from hf_neuron_moe.report.curves import band, band_of_runs, differences
 from hf_neuron_moe.report.page import Missing, Part, Section
-from hf_neuron_moe.report.plots import Figure, Line, Table, Threshold, bar_figure, heat_map, line_figure
+from hf_neuron_moe.report.plots import Figure, Line, Table, Threshold, bar_figure, heat_map, line_figure, short_names
 from hf_neuron_moe.report.run_data import RunData, StudyData
 from hf_neuron_moe.report.runs import kib
 
@@ -22,15 +22,6 @@ DEAD = Threshold(0.01, "below 1 % of the mean: a dead expert")
 MOST_PICTURES = 40  # behind one slider
 _MAP_KEYS = ("kind", "class_name", "experts", "hidden_size", "intermediate_size", "status", "activations")
 _STATUS = ("patched", "skipped", "refused")
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Leave out what all module names begin with, up to a dot: ``model.layers.3.mlp`` -> ``3.mlp``."""
-    split = [name.split(".") for name in names]
-    shared = 0
-    while all(len(parts) > shared + 1 for parts in split) and len({parts[shared] for parts in split}) == 1:
-        shared += 1
-    return [".".join(parts[shared:]) for parts in split]
 
 
 def study_sections(study: StudyData) -> list[Section]:
@@ -188,7 +179,7 @@ def _advice(by_step: Mapping[str, Any], modules: Sequence[str], columns: Sequenc
         if value is not None and value < FLOOR.value
     }
     if not low:
-        return f"No module is {FLOOR.text}."
+        return f"No module is {FLOOR.text}. Cells without a value lose nothing, or were not measured."
     names = ", ".join(list(low.values())[:6]) + (f" and {len(low) - 6} more" if len(low) > 6 else "")
     return (
         f"An SQNR {FLOOR.text}: {names}. Subnormal or infinite values do this. To leave a module in bf16, pass "

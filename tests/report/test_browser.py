@@ -27,9 +27,9 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    write_run(folder / "seed0", steps=40, evaluated=4, seed=0)
+    write_run(folder / "seed0", steps=40, evaluated=4, seed=0, sampled=False)
     write_run(folder / "seed1", steps=40, evaluated=4, seed=1, shift=0.5)
-    write_run(folder / "dense-with-a-long-name", steps=40, kind="mlp", seed=0, learning_rate=5e-4)
+    write_run(folder / "dense-with-a-long-name", steps=40, kind="mlp", seed=0, sampled=False, learning_rate=5e-4)
     write_study(folder / "study")
     write_guard(folder / "seed1", 40, alarm_in=33)
     file = folder / "seed1" / "neuron_moe" / "metrics.jsonl"
@@ -51,9 +51,23 @@ def shown(page: Any, figure: str) -> list[bool]:
 def test_the_page_fits_and_is_accessible(browser: Any, report: Path, width: int, scheme: str) -> None:
     with visited(browser, report, width, scheme) as page:
         assert clipped(page) == []
-        assert violations(page) == []
-        page.locator("details").first.locator("summary").click()
+        for table in page.locator("details").all():
+            table.locator("summary").click()
         assert clipped(page) == []
+        assert violations(page) == []
+
+
+def test_figures_are_drawn_when_they_come_near(browser: Any, report: Path) -> None:
+    context = browser.new_context(viewport={"width": 800, "height": 600})
+    page = context.new_page()
+    page.goto(report.as_uri())
+    drawn = "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelector('svg') !== null)"
+    until(page, f"({drawn})[0]")
+    first, *_, last = page.evaluate(drawn)
+    assert first and not last
+    page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    until(page, f"({drawn}).at(-1)")
+    context.close()
 
 
 def test_lines_raw_values_and_the_log_axis_are_switched_by_keyboard(browser: Any, report: Path) -> None:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from plotly import graph_objects
 
-from hf_neuron_moe.report.plots import Figure, Line, Threshold, bar_figure, heat_map, line_figure, scatter_figure
+from hf_neuron_moe.report.plots import (
+    Figure,
+    Line,
+    Threshold,
+    bar_figure,
+    heat_map,
+    labels,
+    line_figure,
+    scatter_figure,
+)
 
 NAME = "<b>&amp;"
 TEXTS = {"title": NAME, "alt": NAME}
@@ -100,3 +110,16 @@ def test_long_names_of_rows_are_shortened_beside_the_picture_only() -> None:
     axis = figure.layout["yaxis"]
     assert axis["tickvals"] == figure.data[0]["y"] == [name, "b"]
     assert axis["ticktext"] == ["model.laye…ard.experts", "b"] and figure.table.rows[0][0] == name
+    blocks = [f"model.language_model.layers.{layer}.block_sparse_moe.experts" for layer in (3, 17)]
+    assert labels(blocks) == ["3", "17"]  # what tells them apart is not what is left out
+    assert labels([f"model.layers.{layer}.mlp.experts" for layer in (3, 17)]) == ["3.mlp.experts", "17.mlp.experts"]
+    assert labels(["3.mlp", "17.mlp"]) == ["3.mlp", "17.mlp"] and labels([]) == []
+    wide = heat_map(["a"], ["gate_up activations", "down.dw gradients"], [[1, 2]], unit="", **TEXTS)
+    narrow = heat_map(["a"], ["0", "1"], [[1, 2]], unit="", **TEXTS)
+    assert wide.layout["height"] > narrow.layout["height"] + 100  # where the names are turned
+
+
+def test_titles_of_axes_are_broken_into_lines_and_short_negative_bars_have_room() -> None:
+    bars = drawn(bar_figure(["p", "q"], {"predicted change of the loss, %": [2.0, -0.1]}, **TEXTS))
+    assert bars.layout["xaxis"]["title"]["text"] == "predicted change of the<br>loss, %"
+    assert bars.layout["xaxis"]["range"] == pytest.approx([-0.52, 2.42])

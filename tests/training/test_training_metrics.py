@@ -20,7 +20,7 @@ from hf_neuron_moe import NeuronMoETrainer, patch_model
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.training import measure_saved_bytes
 from hf_neuron_moe.training.blocks import patched_blocks, sampled_weights
-from hf_neuron_moe.training.figures import health_record, logs_of
+from hf_neuron_moe.training.figures import health_record, logs_of, peak_memory
 from hf_neuron_moe.training.metrics import ExpertCount, TrainingMonitor
 from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles
 from tests.tiny_models import tiny_model, tokens
@@ -133,6 +133,7 @@ def test_every_key_is_logged_and_written(tmp_path: Path) -> None:
             key: log[key] for key in ("step", "epoch", "loss", "learning_rate", "grad_norm")
         }
         assert line["tokens_per_second"] == log["neuron/tokens_per_second"] > 0
+        assert 2**24 < line["peak_memory_bytes"] <= 1.0001 * peak_memory(torch.device("cpu"))  # torch alone takes more
         assert line["saved_bytes_per_token"] == log["neuron/saved_bytes_per_token"]
     written = json.loads((tmp_path / "neuron_moe" / "run.json").read_text())
     assert written.keys() == {"patch", "config", "training", "environment", "model"}
