@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_neuron_moe.cli.model_folder import quiet_transformers
-from hf_neuron_moe.cli.progress_line import watching
+from hf_neuron_moe.cli.progress_line import in_words, watching
 from hf_neuron_moe.cli.shared_options import Json
 from hf_neuron_moe.config import MOST_TOKENS
 from hf_neuron_moe.errors import DestinationError
@@ -65,7 +65,7 @@ def explore(
     names = tuple(name.strip() for name in formats.split(",") if name.strip())
     options = Options(tokens, length, names, budget, device, step_tokens, verify, draws, fold)
     state = Path(f".explore-{model_dir.resolve().name}.partial")
-    with watching("exploring", unit="parts") as (_, advance):
+    with watching("exploring", unit="parts") as (watch, advance):
         result = run(model_dir, text, options, state, advance)
     if plan is not None:
         plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
@@ -76,9 +76,10 @@ def explore(
 
         write_explore_page(result, output)
     if as_json:
-        typer.echo(json.dumps({"ok": True} | result.to_dict()))
+        typer.echo(json.dumps({"ok": True, "cost": watch.cost()} | result.to_dict()))
         return
     _show(result)
+    typer.echo(f"Took {watch.seconds / 60:.1f} min and {in_words(watch.peak)} of memory.")
     for path, what in ((plan, "plan"), (output, "page"), (fold, "folded checkpoint")):
         if path is not None:
             typer.echo(f"Wrote the {what} to {path}.")

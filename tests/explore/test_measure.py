@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hf_neuron_moe.explore.calls import BlockCalls, Call, intermediate
 from hf_neuron_moe.explore.explain import block_of_channels
 from hf_neuron_moe.explore.measure import Pass, drawn_labels, loss_sum
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, rank_correlation
-from hf_neuron_moe.explore.measures import Measures
+from hf_neuron_moe.explore.measures import FORMATS, Measures
 from hf_neuron_moe.explore.operand_sums import Operand, mx_values
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.training.blocks import patched_blocks
@@ -188,6 +189,25 @@ def test_products_of_a_block_add_up(tmp_path: Path) -> None:
         }
         for signal, noise in block.products.values():
             assert 0 < noise < signal / 100  # e4m3 has about 31 dB for one operand
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_measured_in_every_format(family: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_model(family).eval().requires_grad_(False)
+    patch_model(model, {"precision": "bf16", "activations": "recompute"})
+    for block in patched_blocks(model).values():
+        block.train()
+    measures = Measures()
+    Pass(model, FORMATS, measures).run(torch.randint(3, 64, (24,)))
+    assert measures.blocks.keys() == patched_blocks(model).keys()
+    for block in measures.blocks.values():
+        assert {"bf16", "mxfp8", "mxfp4", "mxfp8 down", "mxfp4 down"} <= block.scores.keys()
+        assert all(math.isfinite(score.total) for score in block.scores.values())
+        assert block.scores["mxfp4"].second > block.scores["mxfp8"].second > block.scores["bf16"].second
+        figures = {key: operand.figures() for key, operand in block.operands.items()}
+        assert all(each["sqnr_db"] > 15 for key, each in figures.items() if "mxfp4" not in key)
 
 
 def test_drawn_labels_follow_the_predictions() -> None:
