@@ -3,8 +3,8 @@
     python benchmarks/explore.py                                   # all three models; half an hour on two cores
     python benchmarks/explore.py --only planted --tokens 2048      # a part of it
 
-smollm2 is SmolLM2-135M-Instruct, mixtral is upcycled from it (4 experts per layer), planted is smollm2 with one channel
-times 2**12 in front of a block, compensated in its weights. Every block is switched to mxfp8 alone and measured. The
+smollm2 is SmolLM2-135M-Instruct, mixtral is upcycled from it (4 experts per layer), planted is smollm2 with the largest
+input channel of layer 2's down projection times 2**12, compensated in its weights. Every block is switched to mxfp8 alone and measured. The
 plan is compared on held-out speeches with 10 random choices of as many bf16 blocks, and with evenly spaced ones. Writes
 explore.json; losses do not depend on how busy the machine is.
 """
@@ -35,7 +35,7 @@ from hf_neuron_moe.explore.text import token_rows
 ROOT = Path(__file__).resolve().parents[1]
 TEXT, HELD_OUT = ROOT / "data" / "sotu" / "eval.jsonl", ROOT / "data" / "sotu" / "train.jsonl"
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
-PLANTED_LAYER, PLANTED_POWER, DRAWS = 12, 12, 10
+PLANTED_LAYER, PLANTED_POWER, DRAWS = 2, 12, 10
 SUBJECTS = ("smollm2", "mixtral", "planted")
 
 
@@ -52,23 +52,28 @@ def folder_of(subject: str) -> Path:
         subprocess.run(command, check=True)
         return folder
     model: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2)
-    layer = model.model.layers[PLANTED_LAYER]
-    channel = planted_channel(layer)
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    mlp = model.model.layers[PLANTED_LAYER].mlp
+    channel = largest_input(model, mlp.down_proj, token_rows(TEXT, tokenizer, 512, 512))
     with torch.no_grad():
-        layer.post_attention_layernorm.weight[channel] *= 2.0**PLANTED_POWER
-        layer.mlp.gate_proj.weight[:, channel] *= 2.0**-PLANTED_POWER
-        layer.mlp.up_proj.weight[:, channel] *= 2.0**-PLANTED_POWER
+        mlp.up_proj.weight[channel] *= 2.0**PLANTED_POWER
+        mlp.down_proj.weight[:, channel] *= 2.0**-PLANTED_POWER
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
-def planted_channel(layer: Any) -> int:
-    """Return the channel whose input to the block is the largest: that of the norm's largest weight."""
-    return int(layer.post_attention_layernorm.weight.abs().argmax())
+def largest_input(model: Any, layer: torch.nn.Linear, rows_NL: torch.Tensor) -> int:
+    """Return the channel of a layer's input with the largest magnitude."""
+    seen: list[torch.Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        model(input_ids=rows_NL)
+    handle.remove()
+    return int(seen[0].abs().flatten(0, -2).amax(0).argmax())
 
 
-def run(subject: str, tokens: int) -> dict[str, Any]:
+def run(subject: str, tokens: int, held_out_tokens: int) -> dict[str, Any]:
     """Explore a subject, measure every block, and compare plans on held-out text."""
     folder, start = folder_of(subject), time.monotonic()
     options = Options(tokens=tokens, verify=10**6)
@@ -81,7 +86,7 @@ def run(subject: str, tokens: int) -> dict[str, Any]:
         exceptions or sorted(ranked, key=lambda name: -result.measures.blocks[name].scores["mxfp8"].expected)[:count]
     )
     model = load_model(folder)
-    rows_NL = token_rows(HELD_OUT, AutoTokenizer.from_pretrained(folder), tokens, options.length)
+    rows_NL = token_rows(HELD_OUT, AutoTokenizer.from_pretrained(folder), held_out_tokens, options.length)
 
     def held_out(bf16: list[str]) -> float:
         with at_precisions(model, dict.fromkeys(set(ranked) - set(bf16), "mxfp8")):
@@ -159,11 +164,12 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--held-out", type=int, default=8192, help="tokens that plans are compared on")
     parser.add_argument("--json", type=Path, default=Path("explore.json"))
     arguments = parser.parse_args()
     results = []
     for subject in arguments.only:
-        results.append(run(subject, arguments.tokens))
+        results.append(run(subject, arguments.tokens, arguments.held_out))
         show(results[-1])
         arguments.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
 
