@@ -4,9 +4,9 @@
     python benchmarks/explore.py --only planted --tokens 2048      # a part of it
 
 smollm2 is SmolLM2-135M-Instruct, mixtral is upcycled from it (4 experts per layer), planted is smollm2 with the largest
-input channel of layer 2's down projection times 2**12, compensated in its weights. Every block is switched to mxfp8 alone and measured. The
-plan is compared on held-out speeches with 10 random choices of as many bf16 blocks, and with evenly spaced ones. Writes
-explore.json; losses do not depend on how busy the machine is.
+input channel of layer 2's down projection times 2**12, compensated in its weights. Every block is switched to mxfp8
+alone and measured. The plan is compared on held-out speeches with 10 random choices of as many bf16 blocks, and with
+evenly spaced ones. Writes explore.json; losses do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
