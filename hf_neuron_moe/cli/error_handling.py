@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import re
 import signal
@@ -112,18 +113,43 @@ def _end_usage(error: Any, as_json: bool) -> NoReturn:
 
 @contextmanager
 def _terminated() -> Iterator[list[int]]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that what a conversion holds is put in order."""
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that what a conversion holds is put in order.
+
+    Python only reports an exception that is raised in a destructor or in a callback of the collector. An interrupt that
+    gets lost there is sent again.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
+    timers: list[threading.Timer] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
         raise KeyboardInterrupt
 
+    def lost(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            hook(unraisable)
+            return
+        number = signal.SIGTERM if received else signal.SIGINT
+        timers.append(threading.Timer(0.01, _signal_main_thread, (number,)))
+        timers[-1].start()
+
+    hook, sys.unraisablehook = sys.unraisablehook, lost
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield received
     finally:
+        for timer in timers:
+            timer.cancel()
         signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = hook
+
+
+def _signal_main_thread(number: signal.Signals) -> None:
+    main = threading.main_thread().ident
+    if sys.platform == "win32" or main is None:
+        _thread.interrupt_main(number)
+    else:
+        signal.pthread_kill(main, number)  # ends a sleep or another call of the system, too

@@ -182,7 +182,7 @@ class BlockCalls(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Look at an operation, and do it."""
-        read = _READERS.get(func)
+        read = _READERS.get(func.name())
         if read is not None:
             call = read(args)
             down = call.weights.down_HI if isinstance(call.weights, FFNWeights) else call.weights.down
@@ -209,7 +209,5 @@ def _read_experts(args: tuple[Any, ...]) -> Call:
     )
 
 
-_READERS = {
-    torch.ops.hf_neuron_moe.mlp_bwd.default: _read_mlp,
-    torch.ops.hf_neuron_moe.moe_bwd.default: _read_experts,
-}
+_READERS = {"hf_neuron_moe::mlp_bwd": _read_mlp, "hf_neuron_moe::moe_bwd": _read_experts}
+"""By name: the objects of ``torch.ops`` are others once the Neuron plugin has registered the operators again."""

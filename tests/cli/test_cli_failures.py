@@ -201,6 +201,19 @@ def test_signals_unwind_and_end_with_their_code(number, code, model_dir, repo_ro
     assert (tmp_path / "tidied").exists() and "Traceback" not in err
 
 
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_signals_in_destructors_are_not_lost(name, code, model_dir, repo_root, tmp_path):
+    """Python only reports what is raised there, and goes on."""
+    destructor = f"type('Dying', (), {{'__del__': lambda self: signal.raise_signal(signal.{name})}})()"
+    child = CHILD.replace("time.sleep(300)", f"import signal; {destructor}; time.sleep(60)")
+    command = [sys.executable, "-c", child, str(model_dir), str(tmp_path / "dst")]
+    command.append(str(repo_root / "hf_neuron_moe" / "convert"))
+    result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, timeout=50)
+    assert result.returncode == code and json.loads(result.stdout)["exit_code"] == code, result.stderr
+    assert (tmp_path / "tidied").exists() and result.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [

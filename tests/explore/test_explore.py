@@ -81,6 +81,35 @@ def test_text_for_people(model_dir, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("trn2", "trn2 has no MXFP8 products"),
+        ("h100", "this device multiplies MXFP8 values as bf16"),
+        ("b200", "at best"),
+    ],
+)
+def test_devices_are_advised_by_what_they_compute(device, words, model_dir):
+    options = Options(tokens=256, length=64, verify=0, device=device)
+    result = explore(model_dir, TEXT, options)
+    assert any(words in line for line in result.advice)
+    assert device == "b200" or set(result.plan.precisions.values()) == {"bf16"}
+
+
+def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeypatch, capsys):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text('"*": mxfp8\nmodel.layers.1.mlp: bf16\n')
+    monkeypatch.setattr(
+        sys, "argv", ["hf-neuron-moe", "estimate", str(model_dir), "--tokens", "64", "--recipe", str(plan)]
+    )
+    main()
+    assert "blocks in mxfp8, model.layers.1.mlp: bf16" in capsys.readouterr().out
+    arguments = ["convert", str(model_dir), str(tmp_path / "converted"), "--recipe", str(plan), "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["hf-neuron-moe", *arguments])
+    main()
+    assert "4 weights to convert" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [
         (["--tokens", 10**6], "text must be at least 999,936 tokens long", 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, ran
 from hf_neuron_moe.explore.measures import FORMATS, Measures
 from hf_neuron_moe.explore.operand_sums import Operand, mx_values
 from hf_neuron_moe.formats.mx import fake_quantize_mx
+from hf_neuron_moe.modules import ops
 from hf_neuron_moe.training.blocks import patched_blocks
 from tests.explore.models import checkpoint, loaded
 from tests.tiny_models import tiny_model
@@ -236,3 +238,10 @@ def test_precisions_change_for_a_while_only(tmp_path: Path) -> None:
 )
 def test_rank_correlation(one: list[float], other: list[float], expected: float) -> None:
     assert rank_correlation(one, other) == pytest.approx(expected)
+
+
+def test_blocks_are_seen_after_their_operators_were_registered_again() -> None:
+    """As when the Neuron plugin is loaded after this package: ``torch.ops`` then holds other objects."""
+    importlib.reload(ops)
+    model, calls, _ = calls_of("llama")
+    assert {call.block for call in calls} == set(patched_blocks(model))

@@ -41,7 +41,7 @@ def test_no_assignment_below_the_limit_is_cheaper(seed: int) -> None:
         if sum(damage.get(kind, 0.0) for damage, kind in zip(damages, kinds, strict=True)) <= 1.0
     )
     assert plan.total.loss_change <= 1.0
-    assert plan.total.seconds == pytest.approx(best, abs=1e-4)  # bytes count as less than a millionth of a second each
+    assert plan.total.seconds == pytest.approx(best, abs=1e-4)  # what breaks ties is less
 
 
 def test_a_plan_is_what_patch_model_and_recipes_take() -> None:
