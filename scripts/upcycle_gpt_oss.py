@@ -6,8 +6,8 @@
 Attention, norms and embeddings are copied, every expert starts from its layer's MLP, the router is new
 (``hf_neuron_moe/demo/upcycle.py``). gpt-oss's gate computes a Llama's MLP with other numbers: ``silu(g)`` is 1.702
 times its ``x s(1.702 x)`` at ``x = g / 1.702``, and a bias of -1 takes its ``up + 1`` back. Attention's sinks are so
-low that they take nothing. With ``noise=0`` the model computes what the Llama computes, as far as no value meets gpt-oss's
-limits of 7.
+low that they take nothing. With ``noise=0`` the model computes what the Llama computes, as far as no value meets
+gpt-oss's limits of 7.
 
 ``--bf16`` leaves the experts as they are; else each 32 weights are rounded to E2M1 with a common power of two.
 """
