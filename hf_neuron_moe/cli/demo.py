@@ -27,7 +27,7 @@ def demo(
     ),
     layers: Annotated[int, typer.Option(min=1, help="Layers of the checkpoint that the Mixtral is made of.")] = 16,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Steps of each run. Default: 20; with --tiny 60.")
+        int | None, typer.Option(min=1, max=100_000, help="Steps of each run. Default: 20; with --tiny 40.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of new weights.")] = 0,
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in a web browser.")] = False,
@@ -43,6 +43,8 @@ def demo(
     from hf_neuron_moe.demo.smollm2 import weights_file
     from hf_neuron_moe.report.page import render_page, write_page
 
+    os.environ.setdefault("TQDM_DISABLE", "1")  # there is one kind of progress, and tqdm reads this when imported
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not tiny and model is None:
         weights_file()
     render_page("", "", [])  # what it needs is missed before the training, not after it
@@ -50,6 +52,7 @@ def demo(
     _show(as_json, "loading ...")
     import json
 
+    import torch
     from transformers.utils import logging
 
     from hf_neuron_moe.demo import subject
@@ -58,7 +61,8 @@ def demo(
 
     quiet_transformers()
     logging.disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if tiny:
+        torch.set_num_threads(1)  # more would wait for each other most of the time
     with watching("training", quiet=as_json, unit="steps") as (_, progress):
         chosen = subject.tiny(steps, seed) if tiny else subject.upcycled(model, layers, steps, seed)
         _show(as_json, f"model: {chosen.title}")

@@ -186,9 +186,10 @@ def _learned(subject: Subject, held_out: dict[int, Tensor], before_NL: Tensor, a
     """The token of each window whose loss fell most, with the text before it."""
     words = []
     for (year, window_L), before_L, after_L in zip(held_out.items(), before_NL, after_NL):
-        place = int((before_L - after_L).argmax()) + 1  # the first token is not predicted
         ids = window_L.tolist()
+        shown_L = torch.tensor([bool(subject.decode([token]).strip()) for token in ids[1:]])  # the first has no loss
+        place = int((before_L - after_L).where(shown_L, -torch.inf).argmax()) + 1
         context = " ".join(subject.decode(ids[max(0, place - 12) : place]).split())
         loss = float(before_L[place - 1]), float(after_L[place - 1])
-        words.append(Word(year, context, subject.decode([ids[place]]).strip() or "(space)", *loss))
+        words.append(Word(year, context, subject.decode([ids[place]]).strip(), *loss))
     return words

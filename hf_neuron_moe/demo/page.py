@@ -9,7 +9,9 @@ from hf_neuron_moe.demo.comparison import STOCK, Comparison
 from hf_neuron_moe.report.page import Section, render_page
 from hf_neuron_moe.report.plots import Line, Table, bar_figure, heat_map, line_figure
 
-HEADINGS = ("run", "held-out loss", "after", "to stock", "tokens/s", "saved KiB/token", "to stock")
+HEADINGS = ("run", "loss before", "loss after", "loss vs stock", "tokens/s", "saved KiB/token", "saved vs stock")
+
+_LEGEND = "Losses are in nats on held-out text. Saved: what all patched blocks together save for backward."
 
 
 def rows(found: Comparison) -> list[tuple[str, ...]]:
@@ -32,12 +34,12 @@ def rows(found: Comparison) -> list[tuple[str, ...]]:
 def verdict(found: Comparison) -> str:
     """Return the result in three sentences."""
     stock, *patched = found.runs
-    gap = max(abs(run.loss / stock.loss - 1) for run in patched)
+    gap = max(0.01, *(100 * abs(run.loss / stock.loss - 1) for run in patched))
     least = min(found.saved, key=lambda name: found.saved[name])
     share = found.saved[least] / found.saved["stock, bf16"]
     return (
         f"All three runs learned alike: the loss on text that none was trained on went from {stock.curve[0][1]:.2f} to "
-        f"{stock.loss:.2f} nats. The patched runs end within {100 * gap:.1f} % of stock. With the policy that saves "
+        f"{stock.loss:.2f} nats. The patched runs end within {gap:.2f} % of stock. With the policy that saves "
         f"least ({least}) a block saves {100 * share:.0f} % of the bytes of a stock block in bf16."
     )
 
@@ -63,7 +65,7 @@ def sections(found: Comparison) -> list[Section]:
     alt = "KiB per token that one block saves for backward, stock and by precision and policy"
     saved = bar_figure(list(found.saved), kib, title="Saved for backward, one block", alt=alt)
     return [
-        Section("Result", [verdict(found), losses, saved, Table(HEADINGS, rows(found)), how]),
+        Section("Result", [verdict(found), losses, saved, Table(HEADINGS, rows(found)), _LEGEND, how]),
         _where(found),
         Section("The checkpoint", [_checkpoint(found)]),
         Section("Setting", [Table(("of", "value"), _facts(found))]),
@@ -80,7 +82,7 @@ def _where(found: Comparison) -> Section:
         (str(word.year), f"... {word.context}", word.token, f"{word.before:.2f}", f"{word.after:.2f}")
         for word in found.words
     ]
-    told = "From each held-out speech the token that the mxfp8 run learned to expect most, with its loss in nats."
+    told = "From each held-out speech the token whose loss (in nats) fell most in the mxfp8 run."
     return Section("Where it learned", [drawn, told, Table(("speech", "after", "expects", "before", "now"), words)])
 
 

