@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.errors import DestinationError, UnsupportedModelError, public
-from hf_neuron_moe.explore.calls import Projections
+from hf_neuron_moe.training.block_calls import Projections
 from hf_neuron_moe.explore.explain import Outlier
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import ExpertsBlock

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.explore.calls import Call, ExpertRows, intermediate
+from hf_neuron_moe.training.block_calls import Call, ExpertRows, intermediate
 from hf_neuron_moe.explore.measures import (
     ACTIVATIONS,
     DW,

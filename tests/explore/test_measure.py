@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.explore.calls import BlockCalls, Call, intermediate
+from hf_neuron_moe.training.block_calls import BlockCalls, Call, intermediate
 from hf_neuron_moe.explore.explain import block_of_channels
 from hf_neuron_moe.explore.measure import Pass, drawn_labels, loss_sum
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, rank_correlation

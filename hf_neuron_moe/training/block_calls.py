@@ -146,21 +146,33 @@ def _halves(gate_up: Tensor, spec: BlockSpec) -> tuple[Tensor | None, Tensor]:
 
 
 def intermediate(gate: Gate, gate_RI: Tensor | None, up_RI: Tensor) -> Tensor:
-    """Return what a `gate` makes of its pre-activations, in fp32 and differentiable; NaN counts as such."""
-    activation = ACTIVATIONS["silu" if gate.act == "swish" else gate.act].value
-    alpha = gate.alpha if gate.act == "swish" else 1.0
+    """Return what a `gate` makes of its pre-activations, in fp32 and differentiable; NaN counts as such.
+
+    Without a gate projection `gate_RI` is None.
+    """
     if gate_RI is None:
-        return activation(up_RI * alpha) / alpha
-    gate_RI = gate_RI.clamp(gate.gate_min, gate.gate_max) if _any(gate.gate_min, gate.gate_max) else gate_RI
+        return activated(gate, up_RI)
     up_RI = up_RI.clamp(gate.up_min, gate.up_max) if _any(gate.up_min, gate.up_max) else up_RI
     up_RI = up_RI + gate.up_offset if gate.up_offset else up_RI
-    up_RI = up_RI if gate.up_softcap is None else gate.up_softcap * torch.tanh(up_RI / gate.up_softcap)
+    return activated(gate, gate_RI) * softcapped(gate, up_RI)
+
+
+def softcapped(gate: Gate, up_RI: Tensor) -> Tensor:
+    """Return up with its softcap, if it has one."""
+    return up_RI if gate.up_softcap is None else gate.up_softcap * torch.tanh(up_RI / gate.up_softcap)
+
+
+def activated(gate: Gate, gate_RI: Tensor) -> Tensor:
+    """Return what multiplies up: the activation with its limits; without a gate projection, that of up."""
+    activation = ACTIVATIONS["silu" if gate.act == "swish" else gate.act].value
+    alpha = gate.alpha if gate.act == "swish" else 1.0
+    gate_RI = gate_RI.clamp(gate.gate_min, gate.gate_max) if _any(gate.gate_min, gate.gate_max) else gate_RI
     if gate.gate_softcap is not None:
         capped_RI = gate.gate_softcap * torch.tanh(gate_RI / gate.gate_softcap)
         activated_RI = capped_RI * torch.sigmoid(gate_RI)
     else:
         activated_RI = activation(gate_RI * alpha) / alpha
-    return (activated_RI if gate.act_max is None else activated_RI.clamp(max=gate.act_max)) * up_RI
+    return activated_RI if gate.act_max is None else activated_RI.clamp(max=gate.act_max)
 
 
 def _any(*limits: float | None) -> bool:
