@@ -16,10 +16,10 @@ from hf_neuron_moe.backends.torch.gating import gating_of
 from hf_neuron_moe.backends.torch.saved import FP8Rows
 from hf_neuron_moe.modules.op_watch import OpCall
 from hf_neuron_moe.training.block_calls import Call, halves, oriented
-from hf_neuron_moe.training.guard.coarse import Coarse, Pre, WeightGrads, coarse_backward
+from hf_neuron_moe.training.guard.coarse import Coarse, WeightGrads, coarse_backward
 from hf_neuron_moe.training.guard.findings import Evidence, Finding, errors_of, magnitudes, operand, picked, row_errors
 from hf_neuron_moe.training.guard.forward_check import DRAWN, WORST, saved_pre
-from hf_neuron_moe.training.guard.second import Inner, Network, Product, over_rows, rounded
+from hf_neuron_moe.training.guard.second import Inner, Network, Pre, Product, over_rows, rounded
 
 CHANNELS = 2  # drawn at random of every expert whose weight gradients are computed again
 
@@ -51,10 +51,10 @@ def as_backward_sees(call: Call, seen: OpCall) -> tuple[Call, Pre | None]:
         pre = saved_pre(seen)
         whole = pre is not None and pre[1].shape[1] == call.projections.up_EIH.shape[1]
         return call, pre if whole else None
-    gating, whole = gating_of(call.spec.gate), slice(None)
+    gating, every = gating_of(call.spec.gate), slice(None)
     columns = slice(0, seen.saved[0].shape[-1])
     *_, up = parts = [
-        FP8Rows(codes, scales, limits).take(whole, columns)
+        FP8Rows(codes, scales, limits).take(every, columns)
         for codes, scales, limits in zip(
             seen.saved[0],
             seen.saved[1],
@@ -62,7 +62,7 @@ def as_backward_sees(call: Call, seen: OpCall) -> tuple[Call, Pre | None]:
             strict=True,
         )
     ]
-    x_TH = FP8Rows(seen.saved[2], seen.saved[3]).take(whole, slice(0, seen.saved[2].shape[1]))
+    x_TH = FP8Rows(seen.saved[2], seen.saved[3]).take(every, slice(0, seen.saved[2].shape[1]))
     seen_call = Call(call.block, call.dout_TH, x_TH.to(call.dout_TH.dtype), call.routing, call.weights, call.spec)
     return seen_call, (parts[0] if len(parts) > 1 else None, up)
 
@@ -129,11 +129,11 @@ class _Rows:
         figures, _ = magnitudes(found_TK)
         found, expected, experts = [], [], []
         for expert, place, pairs, network, inner in self.parts:
-            of_bias = 0.0
+            expected.append(inner.d_scale_R)
             if network.down_bias_H is not None:
-                of_bias = self.call.dout_TH[self.tokens[place]].double() @ network.down_bias_H.double()
+                of_bias_N = self.call.dout_TH[self.tokens[place]].double() @ network.down_bias_H.double()
+                expected[-1] = expected[-1] + of_bias_N
             found.append(found_TK.reshape(-1)[pairs].double())
-            expected.append(inner.d_scale_R + of_bias)
             experts += [expert] * len(pairs)
         found_N, expected_N = torch.cat(found), torch.cat(expected)
         error_N = (found_N - expected_N).abs() / expected_N.square().mean().sqrt().clamp(min=1e-30)
@@ -162,7 +162,8 @@ class _Rows:
                     expert, most = number, share
 
         def evidence() -> Evidence:
-            lefts, rights = [], []
+            lefts: list[Tensor] = []
+            rights: list[Tensor] = []
             for place, product, _ in products:
                 for index in (place == row).nonzero()[:, 0].tolist():
                     lefts += [left[index : index + 1] for left in product.left_RK]
@@ -183,8 +184,8 @@ def _weights(
     runs = {run.expert: run for run in call.runs()}
     experts = list(coarse.channels)
     if experts:
-        errors = torch.stack([torch.stack([part.max() for part in coarse.channels[each]]).max() for each in experts])
-        experts = [experts[place] for place in picked(errors, generator, WORST, 1).tolist()]
+        farthest = torch.stack([torch.stack([part.max() for part in coarse.channels[each]]).max() for each in experts])
+        experts = [experts[place] for place in picked(farthest, generator, WORST, 1).tolist()]
     for expert in experts:
         run, network = runs[expert], Network.of(call, expert)
         drawn = torch.randint(len(network.up_IH), (CHANNELS,), generator=generator).to(call.x_TH.device)
@@ -223,7 +224,10 @@ def _weights(
             error, expert, found_evidence = worst[name]
             product_name = "down.dw" if name == "down" else "gate_up.dw"
             middle = sorted(typical[name] or [0.0])[(len(typical[name]) - 1) // 2]
-            measured = magnitudes(present[name].reshape(-1, present[name].shape[-1]))[0] | {"worst": error, "rounding": middle}
+            measured = magnitudes(present[name].reshape(-1, present[name].shape[-1]))[0] | {
+                "worst": error,
+                "rounding": middle,
+            }
             shown = Evidence(present[name][0][:1]) if found_evidence is None else found_evidence
             findings.append(Finding(product_name, name, measured, expert, lambda shown=shown: shown))  # type: ignore[misc]
     return findings

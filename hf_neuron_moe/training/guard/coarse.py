@@ -2,7 +2,7 @@
 
 What it finds is no alarm. Rows, experts and channels that are farthest from it are computed again in float64.
 
-Legend: T tokens, K experts per token, E experts, R rows of an expert, H hidden, I intermediate, P pairs in expert order.
+Legend: T tokens, E experts, R rows of an expert, H hidden, I intermediate, P pairs of token and expert in expert order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from hf_neuron_moe.backends.torch.compute import choose_compute
 from hf_neuron_moe.backends.torch.gating import gating_of
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.training.block_calls import Call, Run
-from hf_neuron_moe.training.guard.second import Network
+from hf_neuron_moe.training.guard.second import Network, Pre
 
-Pre = tuple[Tensor | None, Tensor]
-"""Gate and up pre-activations ``[P, I]``."""
 _CHUNK = 1024
 _TINY = 1e-30
 
@@ -112,7 +110,9 @@ def coarse_backward(
     total_TH = torch.zeros(call.dout_TH.shape, dtype=torch.float32, device=device)
     found = Coarse(torch.zeros(len(call.dout_TH), device=device))
     scales = []
-    signs_H = torch.where(torch.arange(call.dout_TH.shape[1], device=device).mul(2654435761).bitwise_and(64) > 0, 1.0, -1.0)
+    signs_H = torch.where(
+        torch.arange(call.dout_TH.shape[1], device=device).mul(2654435761).bitwise_and(64) > 0, 1.0, -1.0
+    )
     for run in call.runs():
         network = Network.of(call, run.expert)
         weights = [None if part is None else part.to(dtype) for part in network[:3]]
@@ -127,7 +127,7 @@ def coarse_backward(
             factor = None if run.scale_R is None else run.scale_R[part].unsqueeze(1)
             grad_of.fill(results, d_inter, gate, up, torch.empty_like(up), scale_R1=factor, d_scale_R=scale_R)
             d_gate, d_up, inter = results
-            rows_RH = d_up.to(dtype) @ weights[1]  # type: ignore[operator]
+            rows_RH = d_up.to(dtype) @ weights[1]
             if weights[0] is not None:
                 rows_RH = rows_RH + d_gate.to(dtype) @ weights[0]
             total_TH.index_add_(0, token_R, rows_RH.float())

@@ -45,10 +45,17 @@ def operand(product: str, name: str, values: Tensor, rows: Tensor | None = None)
     Of experts the figures are the worst ones: the largest magnitude, the smallest root mean square.
     """
     figures, expert = magnitudes(values)
-    sample = spread_rows(values, max(SAMPLED_ROWS, values.shape[0] if values.dim() == 3 else 0)) if rows is None else rows
+    sample = (
+        spread_rows(values, max(SAMPLED_ROWS, values.shape[0] if values.dim() == 3 else 0)) if rows is None else rows
+    )
     _, flushed, _, sqnr = quantization_health(sample).tolist()
     return Finding(
-        product, name, figures | {"sqnr_db": sqnr, "flushed": flushed}, expert, lambda: _largest(values), is_operand=True
+        product,
+        name,
+        figures | {"sqnr_db": sqnr, "flushed": flushed},
+        expert,
+        lambda: _largest(values),
+        is_operand=True,
     )
 
 

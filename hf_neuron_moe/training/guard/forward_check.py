@@ -15,9 +15,9 @@ from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.spec import FFNWeights, Routing
 from hf_neuron_moe.modules.op_watch import OpCall
 from hf_neuron_moe.training.block_calls import Call
-from hf_neuron_moe.training.guard.coarse import Pre, coarse_forward
+from hf_neuron_moe.training.guard.coarse import coarse_forward
 from hf_neuron_moe.training.guard.findings import Evidence, Finding, RowErrors, magnitudes, operand, picked, row_errors
-from hf_neuron_moe.training.guard.second import Forward, Network, Product
+from hf_neuron_moe.training.guard.second import Forward, Network, Pre, Product
 
 WORST, DRAWN = 2, 2
 """Rows that are computed again: those farthest from the coarse second computation, and random ones."""
@@ -119,7 +119,9 @@ class _Second:
                     lefts.append(found.inter_RI[index : index + 1])
                     rights.append(network.down_HI)
             observed = (found_NH[row].double() - self.bias_NH[row]).unsqueeze(0)
-            return Evidence(observed, Product(lefts, rights, self.call.spec.precision, lone_384=self.call.routing is None))
+            return Evidence(
+                observed, Product(lefts, rights, self.call.spec.precision, lone_384=self.call.routing is None)
+            )
 
         return Finding("down", "y", figures | errors.figures, expert, evidence)
 

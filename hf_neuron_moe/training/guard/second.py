@@ -53,6 +53,10 @@ class Product(NamedTuple):
         return fake_quantize_mx(padded, scheme=scheme)[:, :size].double()
 
 
+Pre = tuple[Tensor | None, Tensor]
+"""Gate (None without one) and up pre-activations of the rows of all experts, or of some."""
+
+
 def rounded(values: Tensor, precision: str) -> Tensor:
     """Return values as they stand between products, float64."""
     return values.double() if precision == "fp32" else values.float().bfloat16().double()
@@ -104,10 +108,10 @@ class Network(NamedTuple):
 
     def channels(self, index_C: Tensor) -> Network:
         """Return the network with some intermediate channels alone."""
-        added = (part if isinstance(part, float) else part[index_C] for part in self.added)
+        gate, up = (part if isinstance(part, float) else part[index_C] for part in self.added)
         gate_IH = None if self.gate_IH is None else self.gate_IH[index_C]
         return self._replace(
-            gate_IH=gate_IH, up_IH=self.up_IH[index_C], down_HI=self.down_HI[:, index_C], added=tuple(added)
+            gate_IH=gate_IH, up_IH=self.up_IH[index_C], down_HI=self.down_HI[:, index_C], added=(gate, up)
         )
 
     def product(self, left_RK: Tensor, right_CK: Tensor, *, forward: bool = True) -> Product:
@@ -181,7 +185,12 @@ class Network(NamedTuple):
         return self.product(left, right, forward=False)
 
     def inner_of_channels(
-        self, index_C: Tensor, x_RH: Tensor, dout_RH: Tensor, pre: tuple[Tensor | None, Tensor] | None, scale: Tensor | None
+        self,
+        index_C: Tensor,
+        x_RH: Tensor,
+        dout_RH: Tensor,
+        pre: Pre | None,
+        scale: Tensor | None,
     ) -> Inner:
         """Return :meth:`inner` of all rows for some channels; `pre` are gate and up where they are given."""
         few, parts = self.channels(index_C), []
