@@ -60,6 +60,7 @@ class Reproduction:
         save_file(tensors, path, {_METADATA: json.dumps(content)})
 
     @classmethod
+    @public("guard.reproduction")
     def load(cls, path: Path) -> Reproduction:
         """Read a file; ReportError for another one."""
         fix = "Give a guard_step*.safetensors of a run's neuron_moe folder."
@@ -121,7 +122,6 @@ def _bound(limit: float | None) -> str:
     return "any" if limit is None else f"{limit:.4g}"
 
 
-@public("guard.reproduction")
 def main(argv: list[str] | None = None) -> int:
     """Print the replay of a file."""
     parser = argparse.ArgumentParser(description="Replay what the guard of a training run found, in float64.")

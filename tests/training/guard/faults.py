@@ -295,6 +295,11 @@ FAULTS = (
 )
 
 
+def fault_named(name: str) -> Fault:
+    """Return one of them."""
+    return next(fault for fault in FAULTS if fault.name == name)
+
+
 @contextmanager
 def injected(fault: Fault, block: Any) -> Iterator[None]:
     """Break the kernels of `block` alone."""

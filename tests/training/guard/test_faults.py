@@ -77,4 +77,8 @@ def test_a_fault_is_named_in_its_step(fault: Fault, watched: Any, monkeypatch: p
         assert first["expert"] == -1
     if fault.expert is not None:
         assert first["expert"] == fault.expert
-    assert run.step().alarms == []
+
+
+def test_what_was_broken_is_whole_again(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "bf16_matmul_is_fast", lambda *_: False)
+    assert watched(DENSE, "bf16").step().alarms == []
