@@ -112,7 +112,7 @@ def cost(model: PreTrainedModel, precision: str, pairs: int) -> tuple[float, flo
         if step % 2:
             watch.begin(step)
         model(input_ids=ids, labels=ids).loss.backward()
-        watch.detach()
+        watch.pause()
         optimizer.step()
         optimizer.zero_grad()
         if step >= 2:

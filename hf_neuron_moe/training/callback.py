@@ -153,7 +153,7 @@ class NeuronMoECallback(TrainerCallback):
     ) -> None:
         """Leave the other parts of an accumulated step to themselves: the guard looks at the first."""
         if self.guard is not None:
-            self.guard.detach()
+            self.guard.pause()
 
     @public(_WHERE)
     def on_pre_optimizer_step(

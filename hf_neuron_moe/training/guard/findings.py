@@ -6,8 +6,8 @@ Legend: R rows, C channels, T tokens, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -59,16 +59,24 @@ def operand(product: str, name: str, values: Tensor, rows: Tensor | None = None)
     )
 
 
+def weights(product: str, parts: Sequence[Tensor]) -> Finding:
+    """Measure projections ``[E, R, K]`` of one input as one operand, by their worst figures."""
+    found = [operand(product, "weights", part) for part in parts]
+    worst = max(found, key=lambda each: (each.figures["nonfinite"], each.figures["amax"]))
+    lowest = {name: min(each.figures[name] for each in found) for name in ("rms", "sqnr_db")}
+    highest = {name: max(each.figures[name] for each in found) for name in ("nonfinite", "amax", "flushed")}
+    return replace(worst, figures={name: (lowest | highest)[name] for name in worst.figures})
+
+
 def magnitudes(values: Tensor) -> tuple[dict[str, float], int]:
     """Return the figures that need no sample, and the expert with the largest magnitude; -1 without experts."""
     if not values.numel():
         return {}, -1
     parts = values.detach() if values.dim() == 3 else values.detach().unsqueeze(0)
-    low_E, high_E = parts.flatten(1).aminmax(dim=1)
-    amax_E = torch.maximum(low_E.abs(), high_E.abs()).float()
+    amax_E = torch.maximum(parts.amin((1, 2)).abs(), parts.amax((1, 2)).abs()).float()
     wrong_E = ~amax_E.isfinite()
     nonfinite = int((~parts[wrong_E].isfinite()).sum()) if wrong_E.any() else 0
-    rms_E = torch.linalg.vector_norm(parts.flatten(1), dim=1, dtype=torch.float32) / math.sqrt(parts[0].numel())
+    rms_E = torch.linalg.vector_norm(parts, dim=(1, 2), dtype=torch.float32) / math.sqrt(parts[0].numel())
     largest = int(wrong_E.int().argmax()) if nonfinite else int(amax_E.argmax())
     if not nonfinite and len(parts) > 1 and not rms_E.all():
         largest = int(rms_E.argmin())

@@ -16,7 +16,16 @@ from hf_neuron_moe.backends.spec import FFNWeights, Routing
 from hf_neuron_moe.modules.op_watch import OpCall
 from hf_neuron_moe.training.block_calls import Call
 from hf_neuron_moe.training.guard.coarse import coarse_forward
-from hf_neuron_moe.training.guard.findings import Evidence, Finding, RowErrors, magnitudes, operand, picked, row_errors
+from hf_neuron_moe.training.guard.findings import (
+    Evidence,
+    Finding,
+    RowErrors,
+    magnitudes,
+    operand,
+    picked,
+    row_errors,
+    weights,
+)
 from hf_neuron_moe.training.guard.second import Forward, Network, Pre, Product
 
 WORST, DRAWN = 2, 2
@@ -44,9 +53,9 @@ def check_forward(call: Call, seen: OpCall, generator: torch.Generator, suspicio
         pair = coarse.saved_error_P.argmax()
         tokens = torch.cat([tokens, torch.cat([run.token_R for run in call.runs()])[pair].reshape(1)]).unique()
     second = _Second(call, tokens)
-    gate_E, up_EIH, down_EHI = call.projections
-    weights = up_EIH if gate_E is None else torch.cat([gate_E, up_EIH], 1)
-    findings = [operand("gate_up", "activations", call.x_TH), operand("gate_up", "weights", weights)]
+    gate_EIH, up_EIH, down_EHI = call.projections
+    inputs = [part for part in (gate_EIH, up_EIH) if part is not None]
+    findings = [operand("gate_up", "activations", call.x_TH), weights("gate_up", inputs)]
     found_out = second.output(out_TH)
     if pre is None and found_out.figures["worst"] > suspicious:
         few = _with_pre(call, seen, tokens)
@@ -56,7 +65,7 @@ def check_forward(call: Call, seen: OpCall, generator: torch.Generator, suspicio
     if coarse.inter_rows:
         inter = torch.cat(coarse.inter_rows)
         findings.append(operand("down", "activations", inter, inter))
-    return [*findings, operand("down", "weights", down_EHI), found_out]
+    return [*findings, weights("down", [down_EHI]), found_out]
 
 
 def _with_pre(call: Call, seen: OpCall, tokens: Tensor) -> Call:

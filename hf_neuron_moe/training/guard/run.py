@@ -55,13 +55,17 @@ class Guard:
         if self.sampled < LEARNED or step % self.every == 0 or saves:
             self.watch.begin(step)
 
+    def pause(self) -> None:
+        """Leave the rest of the step alone."""
+        self.watch.pause()
+
     def detach(self) -> None:
-        """Look no more."""
+        """Take the hooks off the model."""
         self.watch.detach()
 
     def end_step(self, processes: int = 1, process: int = 0) -> None:
         """Judge a step before its update: warn of alarms, or raise GuardError on every process."""
-        self.detach()
+        self.pause()
         looked, self.watch.looked = self.watch.looked, None
         if looked is None:
             return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_neuron_moe.backends.spec import FFNWeights
+from hf_neuron_moe.backends.spec import ExpertWeights, FFNWeights
 from hf_neuron_moe.modules.op_watch import WATCHERS, OpCall
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.training.block_calls import Call
@@ -43,15 +43,17 @@ class StepLooked:
 class Watch:
     """Looks at a model's blocks between :meth:`begin` and :meth:`end`; each block's first call counts.
 
-    A block is known by the hook before its forward, and in the backward by where its weights are. FSDP gathers weights
-    in memory that other blocks had, so that what is left goes in the reverse order of the forward.
+    A block is known by the hook before its forward, where that is compiled by its parameters, and in the backward by
+    where its weights are. FSDP gathers weights in memory that other blocks had: what is left is in reverse order.
     """
 
     def __init__(self, model: nn.Module, bands: Bands, seed: int = 0) -> None:
         blocks = {name: block for name, block in patched_blocks(model).items() if not isinstance(block, QuantizedBlock)}
         self.blocks, self.bands, self.seed = blocks, bands, seed
         self.looked: StepLooked | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = [
+            block.register_forward_pre_hook(functools.partial(self._enter, name)) for name, block in blocks.items()
+        ]  # for the whole training: a compiled model would be compiled again
         self._current = threading.local()
         self._names: dict[int, str] = {}
         self._forward: list[str] = []
@@ -59,32 +61,49 @@ class Watch:
 
     def begin(self, step: int) -> None:
         """Begin to look at a step."""
-        self.detach()
+        self.pause()
         self.looked = StepLooked(step)
         self._names, self._forward, self._backward = {}, [], set()
+        self._current.name = None
         self._generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        for name, block in self.blocks.items():
-            self._handles.append(block.register_forward_pre_hook(functools.partial(self._enter, name)))
         WATCHERS.append(self._see)
 
-    def detach(self) -> None:
-        """Look no more; what was found stays."""
-        while self._handles:
-            self._handles.pop().remove()
+    def pause(self) -> None:
+        """Look no more until the next step begins; what was found stays."""
         if self._see in WATCHERS:
             WATCHERS.remove(self._see)
 
+    def detach(self) -> None:
+        """Take the hooks off the model."""
+        self.pause()
+        while self._handles:
+            self._handles.pop().remove()
+
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._current.name = name
+        if not torch.compiler.is_compiling():
+            self._current.name = name
+
+    @functools.cached_property
+    def _by_storage(self) -> dict[int, str]:
+        """Blocks by the memory of their parameters, for forwards that no hook announces."""
+        return {
+            parameter.untyped_storage().data_ptr(): name
+            for name, block in self.blocks.items()
+            for parameter in block.parameters()
+            if type(parameter) is nn.Parameter
+        }
 
     @torch.no_grad()
     def _see(self, seen: OpCall) -> None:
         looked = self.looked
         assert looked is not None
         began = time.perf_counter()
-        pointer = _place(seen.weights)
+        pointer = _down(seen.weights).data_ptr()
         if seen.dout_TH is None:
             name = getattr(self._current, "name", None)
+            if name is None:
+                name = self._by_storage.get(_down(seen.weights).untyped_storage().data_ptr())
+            self._current.name = None
             if name is None or name in self._forward or not seen.call.keep.backward:
                 return
             self._names[pointer] = name
@@ -162,6 +181,5 @@ def blamed(wrong: Sequence[Wrong], *, routed: bool) -> Iterator[tuple[Finding, s
         yield found, figure, low, high, found.product
 
 
-def _place(weights: Any) -> int:
-    down: Tensor = weights.down_HI if isinstance(weights, FFNWeights) else weights.down
-    return down.data_ptr()
+def _down(weights: FFNWeights | ExpertWeights) -> Tensor:
+    return weights.down_HI if isinstance(weights, FFNWeights) else weights.down

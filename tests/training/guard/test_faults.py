@@ -37,7 +37,7 @@ class Watched:
         self.watch.begin(self.steps)
         ids = tokens(6, 56, seed=self.steps)
         self.model(input_ids=ids, labels=ids).loss.backward()
-        self.watch.detach()
+        self.watch.pause()
         self.model.zero_grad()
         assert self.watch.looked is not None
         return self.watch.looked
