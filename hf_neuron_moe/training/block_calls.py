@@ -35,6 +35,16 @@ class Projections(NamedTuple):
     down_EHI: Tensor
 
 
+class Run(NamedTuple):
+    """The rows of one expert."""
+
+    expert: int
+    start: int  # its first row among those of all experts
+    pair_R: Tensor  # places in the flattened ``[T, K]``; of a dense block its tokens, as `token_R`
+    token_R: Tensor
+    scale_R: Tensor | None  # routing weights in fp32
+
+
 class ExpertRows(NamedTuple):
     """What one expert gets in a call."""
 
@@ -60,7 +70,7 @@ class Call:
         """The weights of all experts."""
         if isinstance(self.weights, FFNWeights):
             return Projections(*(weight.unsqueeze(0) for weight in self.weights[:3]))
-        return Projections(*_halves(self.weights.gate_up, self.spec), _oriented(self.weights.down, self.spec))
+        return Projections(*halves(self.weights.gate_up, self.spec), oriented(self.weights.down, self.spec))
 
     @property
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
@@ -96,21 +106,29 @@ class Call:
 
     def experts(self) -> Iterator[ExpertRows]:
         """Yield what each expert gets that gets anything; a dense block is one expert."""
+        for run in self.runs():
+            dout_RH = self.dout_TH[run.token_R]
+            if run.scale_R is not None:
+                dout_RH = dout_RH.float() * run.scale_R.unsqueeze(1)
+            yield ExpertRows(run.expert, run.token_R, self.x_TH[run.token_R], dout_RH)
+
+    def runs(self) -> Iterator[Run]:
+        """Yield the rows of each expert that gets any, in the order in which activations are saved."""
         if self.routing is None:
-            yield ExpertRows(0, torch.arange(len(self.x_TH)), self.x_TH, self.dout_TH)
+            rows_R = torch.arange(len(self.x_TH), device=self.x_TH.device)
+            yield Run(0, 0, rows_R, rows_R, None)
             return
         index_TK, weight_TK = self.routing
         order_R = index_TK.reshape(-1).argsort(stable=True)
         experts = len(self.projections.down_EHI)
-        counts = torch.bincount(index_TK.reshape(-1), minlength=experts + 1).tolist()
-        start, top_k = 0, index_TK.shape[1]
+        counts = torch.bincount(index_TK.reshape(-1).clamp(max=experts), minlength=experts + 1).tolist()
+        start = 0
         for expert, count in enumerate(counts[:experts]):
             pair_R = order_R[start : start + count]
-            start += count
             if count:
-                token_R = pair_R // top_k
-                dout_RH = self.dout_TH[token_R].float() * weight_TK.reshape(-1)[pair_R].unsqueeze(1)
-                yield ExpertRows(expert, token_R, self.x_TH[token_R], dout_RH)
+                scale_R = weight_TK.reshape(-1)[pair_R].float()
+                yield Run(expert, start, pair_R, pair_R // index_TK.shape[1], scale_R)
+            start += count
 
     @torch.no_grad()
     def pre_activations(self, rows: ExpertRows) -> tuple[Tensor | None, Tensor]:
@@ -131,36 +149,50 @@ def _first(bias_I: Tensor | None) -> Tensor | None:
     return None if bias_I is None else bias_I.unsqueeze(0)
 
 
-def _oriented(weight: Tensor, spec: BlockSpec) -> Tensor:
+def oriented(weight: Tensor, spec: BlockSpec) -> Tensor:
+    """Return experts' weights, or their gradients, in ``nn.Linear`` orientation."""
     return weight.transpose(1, 2) if spec.transposed else weight
 
 
-def _halves(gate_up: Tensor, spec: BlockSpec) -> tuple[Tensor | None, Tensor]:
-    oriented = _oriented(gate_up, spec)
+def halves(gate_up: Tensor, spec: BlockSpec) -> tuple[Tensor | None, Tensor]:
+    """Return gate (None without one) and up of experts' weights, or of their gradients, oriented."""
+    both = oriented(gate_up, spec)
     if not spec.gate.gated:
-        return None, oriented
+        return None, both
     if spec.interleaved:
-        return oriented[:, ::2], oriented[:, 1::2]
-    gate, up = oriented.chunk(2, dim=1)
+        return both[:, ::2], both[:, 1::2]
+    gate, up = both.chunk(2, dim=1)
     return gate, up
 
 
 def intermediate(gate: Gate, gate_RI: Tensor | None, up_RI: Tensor) -> Tensor:
-    """Return what a `gate` makes of its pre-activations, in fp32 and differentiable; NaN counts as such."""
-    activation = ACTIVATIONS["silu" if gate.act == "swish" else gate.act].value
-    alpha = gate.alpha if gate.act == "swish" else 1.0
+    """Return what a `gate` makes of its pre-activations, in fp32 and differentiable; NaN counts as such.
+
+    Without a gate projection `gate_RI` is None.
+    """
     if gate_RI is None:
-        return activation(up_RI * alpha) / alpha
-    gate_RI = gate_RI.clamp(gate.gate_min, gate.gate_max) if _any(gate.gate_min, gate.gate_max) else gate_RI
+        return activated(gate, up_RI)
     up_RI = up_RI.clamp(gate.up_min, gate.up_max) if _any(gate.up_min, gate.up_max) else up_RI
     up_RI = up_RI + gate.up_offset if gate.up_offset else up_RI
-    up_RI = up_RI if gate.up_softcap is None else gate.up_softcap * torch.tanh(up_RI / gate.up_softcap)
+    return activated(gate, gate_RI) * softcapped(gate, up_RI)
+
+
+def softcapped(gate: Gate, up_RI: Tensor) -> Tensor:
+    """Return up with its softcap, if it has one."""
+    return up_RI if gate.up_softcap is None else gate.up_softcap * torch.tanh(up_RI / gate.up_softcap)
+
+
+def activated(gate: Gate, gate_RI: Tensor) -> Tensor:
+    """Return what multiplies up: the activation with its limits; without a gate projection, that of up."""
+    activation = ACTIVATIONS["silu" if gate.act == "swish" else gate.act].value
+    alpha = gate.alpha if gate.act == "swish" else 1.0
+    gate_RI = gate_RI.clamp(gate.gate_min, gate.gate_max) if _any(gate.gate_min, gate.gate_max) else gate_RI
     if gate.gate_softcap is not None:
         capped_RI = gate.gate_softcap * torch.tanh(gate_RI / gate.gate_softcap)
         activated_RI = capped_RI * torch.sigmoid(gate_RI)
     else:
         activated_RI = activation(gate_RI * alpha) / alpha
-    return (activated_RI if gate.act_max is None else activated_RI.clamp(max=gate.act_max)) * up_RI
+    return activated_RI if gate.act_max is None else activated_RI.clamp(max=gate.act_max)
 
 
 def _any(*limits: float | None) -> bool:
