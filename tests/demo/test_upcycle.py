@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
-from upcycle_mixtral import choose_layers, upcycle
+
+from hf_neuron_moe.demo.upcycle import choose_layers, upcycle
 
 VOCAB = 97
 
