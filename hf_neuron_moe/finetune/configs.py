@@ -30,7 +30,8 @@ def find(name: str) -> Path:
             return FOLDER / f"{known}.yaml"
     last = [known.rpartition("/")[2] for known in names()]
     fix = f"`hf-neuron-moe train --list-configs` shows the package's.{nearest(wanted, last)}"
-    raise ConfigError.about("CONFIG", "an existing YAML file, or a name that the package has", repr(name), fix)
+    expected = "an existing YAML file, or a name that the package has"
+    raise ConfigError.about("CONFIG", expected, repr(name), fix).named("train")
 
 
 def summary_of(name: str) -> str:

@@ -94,7 +94,7 @@ def _read(options: Options, tokenizer: PreTrainedTokenizerBase, argument: str, s
     kind = _kind_of(options, raw.column_names, argument)
     text_field = getattr(options.training, "dataset_text_field", "text")
     reader = Reader(kind, text_field, tokenizer)
-    if tokenizer.chat_template is None and kind in ("messages", "conversations") and not _template_of(options):
+    if tokenizer.chat_template is None and kind in ("messages", "conversations"):
         fix = "Set chat_template_path: FILE.jinja (or a model that has one), or take the model's chat variant."
         raise bad("tokenizer", f"one with a chat template, for rows of {kind}", "one without", fix)
 
@@ -223,10 +223,6 @@ def _place(files: list[str], index: int) -> str:
     return f"row {index + 1:,}" + (f" of {files[0]}" if len(files) == 1 else "")
 
 
-def _template_of(options: Options) -> str | None:
-    return getattr(options.training, "chat_template_path", None)
-
-
 def _check_losses(options: Options, tokenizer: PreTrainedTokenizerBase, kind: str, row: dict[str, Any]) -> None:
     """Refuse options that leave out tokens by marks that the data or the chat template do not have."""
     training = options.training
@@ -238,8 +234,6 @@ def _check_losses(options: Options, tokenizer: PreTrainedTokenizerBase, kind: st
     if not is_chat(row):
         fix = "Use chat data, or completion_only_loss for prompts with completions."
         raise bad("assistant_only_loss", "false for data without chat messages", f"rows of {kind}", fix)
-    if _template_of(options):
-        return  # another one than the tokenizer's: TRL looks at it
     try:
         if not has_generation_markers(tokenizer.chat_template):
             get_training_chat_template(tokenizer)

@@ -21,24 +21,29 @@ from hf_neuron_moe.training.prepare import is_patched
 
 
 def load_tokenizer(options: ModelOptions, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, with the chat template of a Jinja file where one is named.
+    """Return the tokenizer, with the chat template of a Jinja file or of another tokenizer where one is named.
 
     Raises:
         ConfigError: there is none, as where the model's name is misspelt, or it has no end-of-text token.
     """
-    name = options.tokenizer or options.model
     argument, revision = ("tokenizer", "main") if options.tokenizer else ("model", options.revision)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
-        got = f"{name!r}: {str(error).strip().splitlines()[0].rstrip('.')}"
-        fix = "Correct the name, or name another tokenizer: --tokenizer."
-        raise bad(argument, "a folder or hub id with a tokenizer", got, fix) from error
+    tokenizer = _tokenizer(argument, options.tokenizer or options.model, revision)
     if tokenizer.eos_token is None:
         raise bad(argument, "one whose tokenizer has an end-of-text token", "one without", "Set its eos_token.")
     if chat_template and chat_template.endswith((".jinja", ".j2")):
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    elif chat_template:  # TRL adds its tokens as well
+        tokenizer.chat_template = _tokenizer("chat_template_path", chat_template, "main").chat_template
     return tokenizer
+
+
+def _tokenizer(argument: str, name: str, revision: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        got = f"{name!r}: {str(error).strip().splitlines()[0].rstrip('.')}"
+        fix = "Correct the name, or name another tokenizer: --tokenizer."
+        raise bad(argument, "a folder or hub id with a tokenizer", got, fix) from error
 
 
 def load_model(options: ModelOptions) -> PreTrainedModel:

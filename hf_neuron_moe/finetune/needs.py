@@ -43,7 +43,7 @@ def check_needs(training: Any) -> None:
     check_reporting(training.report_to or [])
     backend, known = training.torch_compile_backend, sorted(found.value.lower() for found in DynamoBackend)
     if training.torch_compile and backend and backend.lower() not in known:
-        raise not_one_of("torch_compile_backend", backend, known)
+        raise not_one_of("torch_compile_backend", backend, known).named("train")
     settings = training.fsdp_config if isinstance(training.fsdp_config, dict) else {}
     if training.fsdp and not settings.get("xla") and training.parallel_mode is not ParallelMode.DISTRIBUTED:
         fix = "Leave it out, or start several processes: `accelerate launch ... -m hf_neuron_moe train CONFIG.yaml`."
@@ -85,7 +85,7 @@ def check_reporting(names: list[str]) -> None:
     installed |= {name for name, here in more if here()}
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
-            raise not_one_of("report_to", name, ("none", "all", *sorted(INTEGRATION_TO_CALLBACK)))
+            raise not_one_of("report_to", name, ("none", "all", *sorted(INTEGRATION_TO_CALLBACK))).named("train")
         if name not in installed:
             fix = f"Install it (`pip install {_DISTRIBUTIONS.get(name, name)}`), or set report_to: none."
             raise bad("report_to", "none, or what is installed", f"{name!r}, which is not", fix)

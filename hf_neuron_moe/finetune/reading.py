@@ -81,7 +81,7 @@ def read_options(words: Sequence[str]) -> Options:
     with located(places):
         method = str(given["method"].value) if "method" in given else "sft"
         if method not in METHODS:
-            raise not_one_of("method", method, METHODS)
+            raise not_one_of("method", method, METHODS).named("train")
         parser = parser_of(method)
         values = _typed(given, method, parser)
         return _checked(Options(*_built(values, parser, places), places))
@@ -220,12 +220,14 @@ def _scalar(action: argparse.Action, value: Any) -> Any:
         fits = isinstance(value, bool)
     try:
         if fits and (isinstance(value, str) or kind is float):
-            return value if kind is None or kind is str else kind(value)
+            value = value if kind is None or kind is str else kind(value)
     except (ValueError, TypeError, argparse.ArgumentTypeError):
         fits = False
     if not fits:
         wanted = "true or false" if is_flag else {int: "a whole number", float: "a number"}.get(kind, f"of type {name}")
         raise bad(action.dest, wanted, repr(value), "Correct the value.")
+    if action.choices and value not in action.choices:
+        raise not_one_of(action.dest, value, map(str, action.choices)).named("train")
     return value
 
 
@@ -251,14 +253,18 @@ def _built(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str
             if values.get("neuron_patch", True) is not False:
                 resolve_backend(str(values.get("neuron_backend", "auto")), torch.device("cpu"))
             fix = "To rehearse on a CPU add --use_cpu true, and --neuron_backend torch where it names another."
-        values_named = [key for key in places if str(values.get(key)) in got.split()]
-        about = blamed(got, places, *values_named)
+        shown = [key for key in places if str(values.get(key)) in re.split(r"[\s']+", got)]
+        about = "bf16" if "use_cpu" in got else blamed(got, places, *shown)
         raise bad(about, "what TRL and transformers take", got, fix) from error
 
 
 def blamed(message: str, places: Mapping[str, str], *others: str) -> str:
-    """Return the option that a message of a library is about: the first given one that it names, or of `others`."""
-    named = (key for key in places if re.search(rf"\b{key}\b", message))
+    """Return the option that a message of a library is about: the first given one that it names, or of `others`.
+
+    Options with an underscore are found as words, others, such as ``model``, between quotes.
+    """
+    quoted = (key if "_" in key else f"[`'-]{key}" for key in places)
+    named = (key for key, pattern in zip(places, quoted) if re.search(rf"(?<!\w){pattern}(?!\w)", message))
     return next(named, others[0] if others else "options")
 
 
@@ -287,7 +293,7 @@ def _checked(options: Options) -> Options:
         if not holds(value):
             raise bad(key, expected, value, fix)
     if model.dtype not in DTYPES:
-        raise not_one_of("dtype", model.dtype, DTYPES)
+        raise not_one_of("dtype", model.dtype, DTYPES).named("train")
     if not model.model:
         raise bad("model", "a checkpoint folder or a hub id", "nothing", "Write `model: PATH`, or add --model PATH.")
     if bool(data.train_files) == bool(data.dataset):
