@@ -15,7 +15,7 @@ def rows() -> list[tuple[str, dict[str, str]]]:
     for preset in PRESETS:
         for precision in ("bf16", "mxfp8"):
             keep = parse_keep(canonical_keep(preset, precision))
-            cells = {name: "FP8" if keep.fp8 else "all" for name in keep.names}
+            cells = dict.fromkeys(keep.names, "FP8" if keep.fp8 else "all")
             if "up" in cells and not keep.whole_up:
                 cells["up"] = "7/8"
             cells["x"] = "bf16" if keep.keeps_input else "FP8"
@@ -55,7 +55,15 @@ def draw() -> str:
     ]
     columns = ("x", *CHECKPOINTS)
     for number, name in enumerate(columns):
-        parts.append(text(270 + 120 * number, TABLE + 14, "input and routing" if name == "x" else name, kind="strong", anchor="middle"))
+        parts.append(
+            text(
+                270 + 120 * number,
+                TABLE + 14,
+                "input and routing" if name == "x" else name,
+                kind="strong",
+                anchor="middle",
+            )
+        )
     described = []
     for number, (policy, cells) in enumerate(rows()):
         y = TABLE + 26 + 30 * number
@@ -67,5 +75,12 @@ def draw() -> str:
             parts.append(box(214 + 120 * column, y, 112, 25, words, kind=kind, font="small"))
         described.append(f"{policy}: {', '.join(f'{name} {kept}' for name, kept in cells.items())}")
     height = TABLE + 26 + 30 * len(described) + 30
-    parts.append(text(LEFT, height - 14, "bf16 kernels have gate_pre and up only. Blocks with an intermediate below 512 save up whole with minimal.", kind="muted"))
+    parts.append(
+        text(
+            LEFT,
+            height - 14,
+            "bf16 kernels have gate_pre and up only. Blocks with an intermediate below 512 save up whole with minimal.",
+            kind="muted",
+        )
+    )
     return picture((880, height), "A block's forward and its activation policies", "; ".join(described), parts)

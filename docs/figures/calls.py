@@ -5,14 +5,14 @@ from __future__ import annotations
 from drawing import arrow, box, picture, text
 
 LANES = {
-    "patch": ("from_pretrained", "patch_model", "discover and plan", "apply", "patched model"),
-    "convert": ("hf-neuron-moe convert", "plan every tensor", "formats: codes, scales", "new checkpoint", "from_pretrained"),
-    "train": ("Trainer.train", "model's forward", "patched block", "operator mlp_fwd, moe_fwd", "backend"),
+    "convert": ("convert SRC DST", "plan every tensor", "codes and scales", "new checkpoint", "from_pretrained"),
+    "patch": ("from_pretrained", "patch_model", "discover and plan", "replace blocks", "patched model"),
+    "train": ("Trainer.train", "model's forward", "patched block", "mlp_fwd, moe_fwd", "backend"),
 }
 OWNERS = {
-    "patch": ("transformers", "patching", "patching", "modules", ""),
     "convert": ("cli", "convert", "formats", "convert", "quantizers"),
-    "train": ("transformers", "transformers", "modules", "modules", "torch, triton or neuron"),
+    "patch": ("transformers", "patching", "patching", "modules", ""),
+    "train": ("transformers", "transformers", "modules", "operators of modules", "torch, triton or neuron"),
 }
 
 
@@ -30,14 +30,19 @@ def draw() -> str:
             if number:
                 parts.append(arrow((x - 17, y + 25), (x, y + 25)))
     parts += [
-        arrow((788, 176), (788, 116)),
-        text(796, 150, "patched while", kind="muted small"),
-        text(796, 163, "it is loaded", kind="muted small"),
-        arrow((718, 116), (718, 142), (160, 142), (160, 286)),
-        text(170, 160, "the Trainer trains it", kind="muted small"),
+        arrow((788, 116), (788, 176)),
+        text(796, 143, "makes patched", kind="muted small"),
+        text(796, 156, "blocks itself", kind="muted small"),
+        arrow((788, 226), (788, 256), (160, 256), (160, 286)),
+        text(474, 250, "the Trainer trains it", kind="muted small", anchor="middle"),
         arrow((788, 336), (788, 356), (474, 356), (474, 336)),
-        text(484, 372, "backward: the saved activations and the gradient come back the same way", kind="muted small"),
-        text(20, 400, "Gray boxes are transformers' own code. The package replaces MLPs and experts, and nothing else of a model.", kind="muted"),
+        text(631, 372, "backward, with the saved activations", kind="muted small", anchor="middle"),
+        text(
+            20,
+            400,
+            "Gray boxes are transformers' own code. The package replaces MLPs and experts, nothing else.",
+            kind="muted",
+        ),
     ]
     what = "; ".join(f"{name}: {', '.join(steps)}" for name, steps in LANES.items())
     return picture((880, 416), "Patch, convert, train: who calls what", what, parts)

@@ -1,7 +1,7 @@
 """Draw the pictures of docs/concepts.md and docs/architecture.md, one SVG per script of this folder.
 
-    python docs/figures/draw.py             # all
-    python docs/figures/draw.py mx_block    # one
+python docs/figures/draw.py             # all
+python docs/figures/draw.py mx_block    # one
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ BARS, BAR_WIDTH, ROW = 600, 200, 15.5  # the bars: left edge, width of the large
 
 STYLE = """
   .line { fill: none; stroke-linejoin: round } .line.stock { stroke: #afb8c1; stroke-width: 6 }
-  .line.bf16 { stroke: #0969da; stroke-width: 2.2 } .line.mxfp8 { stroke: #bc4c00; stroke-width: 2; stroke-dasharray: 5 4 }
+  .line.bf16 { stroke: #0969da; stroke-width: 2.2 }
+  .line.mxfp8 { stroke: #bc4c00; stroke-width: 2; stroke-dasharray: 5 4 }
   @media (prefers-color-scheme: dark) {
     .line.stock { stroke: #656c76 } .line.bf16 { stroke: #58a6ff } .line.mxfp8 { stroke: #ffa657 }
   }

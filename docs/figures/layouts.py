@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from hf_neuron_moe import patch_model
 
 E, H, I = 4, 128, 256  # noqa: E741 - the letters of the layouts
+SCALE = 0.25  # pixels of a row or column
 LETTERS = {E: "E", H: "H", I: "I", 2 * I: "2I"}
 SIZES = {"hidden_size": H, "intermediate_size": I, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 MODELS = {
@@ -38,15 +39,24 @@ def draw() -> str:
             parts.append(text(x, y, f'weights="{weights}"', kind="code"))
             for parameter, shape in shapes(name, weights).items():
                 letters = "[" + ", ".join(LETTERS[size] for size in shape) + "]"
-                rows, columns = shape[-2] * 0.2, shape[-1] * 0.2
+                rows, columns = shape[-2] * SCALE, shape[-1] * SCALE
                 for layer in reversed(range(shape[0] if len(shape) == 3 else 1)):
-                    corner = x + 4 * layer, y + 12 + 4 * (3 - layer)
-                    words = (parameter.removesuffix("_proj"), letters) if not layer else ()
                     kind = "orange" if "down" in parameter else "blue"
-                    parts.append(box(*corner, max(columns, 26), rows, *words, kind=kind, font="small code"))
+                    parts.append(box(x + 4 * layer, y + 28 - 4 * layer, columns, rows, kind=kind))
+                parts.append(text(x, y + rows + 44, parameter, kind="strong"))
+                parts.append(text(x, y + rows + 60, letters, kind="code"))
                 described.append(f"{name}, {weights}: {parameter} {letters}")
-                x += max(columns, 60) + 30
-        y += 150
-    parts.append(text(20, y - 8, "Each rectangle has the proportions of its matrix, rows by columns (here I = 2H). Names and shapes of saved checkpoints", kind="muted"))
-    parts.append(text(20, y + 8, "are Hugging Face's in both layouts. E matrices lie behind each other.", kind="muted"))
-    return picture((880, y + 24), "Stock and kernel weight layouts", "; ".join(described), parts)
+                x += max(columns, 76) + 40
+        y += 216
+    parts.append(
+        text(
+            20,
+            y - 2,
+            "Rectangles have the proportions of their matrices (here I = 2H). E matrices lie behind each other.",
+            kind="muted",
+        )
+    )
+    parts.append(
+        text(20, y + 16, "Saved checkpoints have Hugging Face's names and shapes in both layouts.", kind="muted")
+    )
+    return picture((880, y + 34), "Stock and kernel weight layouts", "; ".join(described), parts)

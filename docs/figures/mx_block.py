@@ -30,10 +30,15 @@ def draw() -> str:
     parts = [
         text(LEFT, 34, "One block of MXFP8 (e4m3): 32 values, one scale byte, 32 codes", kind="title"),
         text(LEFT, 62, f"1. The largest magnitude is {amax:g}, so its exponent is floor(log2 {amax:g}) = {exponent}."),
-        text(LEFT, 82, f"2. Neuron's rule takes 7 off: the scale is 2^({exponent} - 7) = {2.0 ** (exponent - 7):g}."),
-        text(LEFT + 430, 82, f"Its byte is {exponent} - 7 + 127 = {byte}.", kind="strong"),
+        text(
+            LEFT,
+            82,
+            f"2. Neuron's rule takes 7 off: the scale is 2^{exponent - 7} = {2.0 ** (exponent - 7):g}, as a byte {byte}.",
+        ),
         text(LEFT, 102, "3. Each value is divided by the scale and rounded to the nearest e4m3 number: one byte."),
-        text(LEFT, 126, "Each cell: the value, its code in hex, the code times the scale, and the error.", kind="muted"),
+        text(
+            LEFT, 126, "Each cell: the value, its code in hex, the code times the scale, and the error.", kind="muted"
+        ),
     ]
     for number, (value, code, back) in enumerate(zip(block[0], codes, seen, strict=True)):
         x, y = LEFT + CELL * (number % COLUMNS), TOP + ROW * (number // COLUMNS)
@@ -47,7 +52,11 @@ def draw() -> str:
     small = [number for number in range(32) if abs(float(block[0, number])) < amax]
     rest = float((seen - block[0])[small].norm() / block[0, small].norm())
     y = TOP + 4 * ROW + 22
-    parts.append(text(LEFT, y, f"Relative error of the block: {100 * error:.1f} %; without its largest value {100 * rest:.1f} %."))
+    parts.append(
+        text(
+            LEFT, y, f"Relative error of the block: {100 * error:.1f} %; without its largest value {100 * rest:.1f} %."
+        )
+    )
     parts.append(text(LEFT, y + 20, "33 bytes hold what takes 64 in bf16 and 128 in fp32.", kind="muted"))
     what = f"32 values with the largest magnitude {amax:g}; scale byte {byte}; relative error {100 * error:.1f} %."
     return picture((880, y + 36), "One MX block worked by hand", what, parts)

@@ -33,14 +33,24 @@ def draw() -> str:
         for policy, kib in table[block].items():
             extra = 0.0 if policy == "stock" else repeated(policy, inner)
             width = 320 * kib / largest
+            kind = "bar stock" if policy == "stock" else "bar"
             parts.append(text(142, y + 11, "stock bf16" if policy == "stock" else policy, kind="muted", anchor="end"))
-            parts.append(f'<rect class="bar{" stock" if policy == "stock" else ""}" x="150" y="{y:g}" width="{width:.1f}" height="14" rx="2"/>')
+            parts.append(f'<rect class="{kind}" x="150" y="{y:g}" width="{width:.1f}" height="14" rx="2"/>')
             parts.append(text(156 + width, y + 11, f"{kib:.1f}"))
             parts.append(f'<rect class="bar stock" x="560" y="{y:g}" width="{PRODUCTS * 18}" height="14"/>')
-            parts.append(f'<rect class="bar extra" x="{560 + PRODUCTS * 18}" y="{y:g}" width="{extra * 18:.1f}" height="14"/>')
+            parts.append(
+                f'<rect class="bar extra" x="{560 + PRODUCTS * 18}" y="{y:g}" width="{extra * 18:.1f}" height="14"/>'
+            )
             parts.append(text(568 + (PRODUCTS + extra) * 18, y + 11, f"{PRODUCTS + extra:.4g}"))
             described.append(f"{block} {policy}: {kib:.1f} KiB, {PRODUCTS + extra:.4g} products")
             y += 19
         y += 22
-    parts.append(text(20, y + 2, "Bytes: computed from shapes, as saved-tensor hooks count them. Products: computed. No time by policy has been recorded.", kind="muted"))
+    parts.append(
+        text(
+            20,
+            y + 2,
+            "Bytes are computed from shapes, as saved-tensor hooks count them. No time by policy has been recorded.",
+            kind="muted",
+        )
+    )
     return picture((880, int(y) + 18), "Saved bytes and repeated products by policy", "; ".join(described), parts)

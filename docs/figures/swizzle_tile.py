@@ -35,8 +35,21 @@ def draw() -> str:
         parts.append(f'<rect class="frame" x="{x}" y="{top - 6}" width="197" height="202" rx="6"/>')
         parts.append(text(x + 206, top + 88, f"block {side}:", kind="strong"))
         parts.append(text(x + 206, top + 105, "one scale byte"))
-    parts.append(text(LEFT, top + 220, "The four codes of a row are one 32-bit word for the hardware. Eight rows of it share a scale."))
-    parts.append(text(LEFT, top + 240, "So a block is not 32 neighbors along K. Tiles of 512 are cut the same way, with lanes of 128.", kind="muted"))
+    parts.append(
+        text(
+            LEFT,
+            top + 220,
+            "The four codes of a row are one 32-bit word for the hardware. Eight rows of it share a scale.",
+        )
+    )
+    parts.append(
+        text(
+            LEFT,
+            top + 240,
+            "So a block is not 32 neighbors along K. Tiles of 512 are cut the same way, with lanes of 128.",
+            kind="muted",
+        )
+    )
     style = "\n  .frame { fill: none; stroke: #59636e; stroke-width: 1.5; stroke-dasharray: 5 3 }"
-    what = f"Value k goes to row k mod 16 and lane k div 16. Block 0 holds k = {sorted(sum(place[:8], []))}."
+    what = f"Value k goes to row k mod 16 and lane k div 16. Block 0 holds k = {sorted(k for lanes in place[:8] for k in lanes)}."
     return picture((880, top + 258), "The swizzle of one tile", what, parts, style)

@@ -98,7 +98,9 @@ fast.save_pretrained(folder)
 # same from a shell and writes a page.
 
 # %%
-result = explore(folder, folder / "text.txt", Options(tokens=1024, length=64, formats=("mxfp8",), budget="0.05%", verify=3))
+result = explore(
+    folder, folder / "text.txt", Options(tokens=1024, length=64, formats=("mxfp8",), budget="0.05%", verify=3)
+)
 print(f"loss in bf16: {result.loss:.4f}")
 for row in result.ranking["mxfp8"]:
     print(f"{row.block:20} predicted {row.predicted:+.1e}  measured {row.measured:+.1e}  {row.reason.text}")
