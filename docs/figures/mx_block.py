@@ -33,7 +33,7 @@ def draw() -> str:
         text(
             LEFT,
             82,
-            f"2. Neuron's rule takes 7 off: the scale is 2^{exponent - 7} = {2.0 ** (exponent - 7):g}, as a byte {byte}.",
+            f"2. Neuron's rule subtracts 7: scale 2^{exponent - 7} = {2.0 ** (exponent - 7):g}, byte {exponent - 7} + 127 = {byte}.",
         ),
         text(LEFT, 102, "3. Each value is divided by the scale and rounded to the nearest e4m3 number: one byte."),
         text(

@@ -51,5 +51,6 @@ def draw() -> str:
         )
     )
     style = "\n  .frame { fill: none; stroke: #59636e; stroke-width: 1.5; stroke-dasharray: 5 3 }"
-    what = f"Value k goes to row k mod 16 and lane k div 16. Block 0 holds k = {sorted(k for lanes in place[:8] for k in lanes)}."
+    first = sorted(k for lanes in place[:8] for k in lanes)
+    what = f"Value k goes to row k mod 16 and lane k div 16. Block 0 holds k = {first}."
     return picture((880, top + 258), "The swizzle of one tile", what, parts, style)
