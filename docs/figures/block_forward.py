@@ -15,7 +15,7 @@ def rows() -> list[tuple[str, dict[str, str]]]:
     for preset in PRESETS:
         for precision in ("bf16", "mxfp8"):
             keep = parse_keep(canonical_keep(preset, precision))
-            cells = dict.fromkeys(keep.names, "FP8" if keep.fp8 else "all")
+            cells = {name: "FP8" if keep.fp8 else "all" for name in CHECKPOINTS if name in keep.names}
             if "up" in cells and not keep.whole_up:
                 cells["up"] = "7/8"
             cells["x"] = "bf16" if keep.keeps_input else "FP8"

@@ -26,15 +26,12 @@ def draw() -> str:
     codes = quantized.codes.view(8, 4).t().reshape(-1)  # lane by lane, as the values lie along K
     byte, amax = int(quantized.scales), float(block.abs().max())
     exponent = math.floor(math.log2(amax))
-    assert byte == exponent - 7 + 127
+    power = exponent - 7
+    assert byte == power + 127
     parts = [
         text(LEFT, 34, "One block of MXFP8 (e4m3): 32 values, one scale byte, 32 codes", kind="title"),
         text(LEFT, 62, f"1. The largest magnitude is {amax:g}, so its exponent is floor(log2 {amax:g}) = {exponent}."),
-        text(
-            LEFT,
-            82,
-            f"2. Neuron's rule subtracts 7: scale 2^{exponent - 7} = {2.0 ** (exponent - 7):g}, byte {exponent - 7} + 127 = {byte}.",
-        ),
+        text(LEFT, 82, f"2. Neuron's rule subtracts 7: scale 2^{power} = {2.0**power:g}, byte {power} + 127 = {byte}."),
         text(LEFT, 102, "3. Each value is divided by the scale and rounded to the nearest e4m3 number: one byte."),
         text(
             LEFT, 126, "Each cell: the value, its code in hex, the code times the scale, and the error.", kind="muted"
