@@ -53,7 +53,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     | {"checks", "formats", "backends", "modules", "patching", "training", "convert", "device", "report"},
     "recipes": GROUND | {"patching", "training", "convert", "explore", "report"},
     "demo": GROUND | {"patching", "training", "report", "recipes"},
-    "finetune": GROUND | {"checks", "patching", "training", "convert", "device"},
+    "finetune": GROUND | {"checks", "backends", "modules", "patching", "training", "convert", "quantizers", "device"},
     "cli": GROUND
     | {"backends", "patching", "training", "convert", "device", "report", "explore", "recipes", "finetune", "demo"},
     "__main__": frozenset({"cli"}),

@@ -19,8 +19,11 @@ import pytest
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.tiny_models import tiny_model
 
-FOLDERS = ("hf_neuron_moe", "tests", "docs", "scripts", "configs", "benchmarks", "data")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md", ".pre-commit-config.yaml")
+FOLDERS = ("hf_neuron_moe", "tests", "docs", "scripts", "benchmarks", "data", "examples", ".github", ".ci")
+FILES = (
+    *("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+    *("CITATION.cff", "constraints.txt", "mkdocs.yml", "Dockerfile", ".dockerignore", ".pre-commit-config.yaml"),
+)
 
 
 def test_extras_install_something() -> None:

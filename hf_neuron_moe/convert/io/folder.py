@@ -75,7 +75,7 @@ def _check_folder(directory: Path, expected: str) -> None:
     name, kind = directory.as_posix(), ConversionError if directory.is_file() else SourceDamageError
     got, fix = "no such folder", "Check the spelling."
     if directory.suffix in (".yaml", ".yml") and directory.is_file():
-        got, fix = "a YAML file", "Give the model's folder, which finetune.py's files name in `model:`."
+        got, fix = "a YAML file", "Give the model's folder, which the files of `train` name in `model:`."
     elif directory.suffix == ".gguf" and directory.is_file():
         got, fix = (
             "a file",
