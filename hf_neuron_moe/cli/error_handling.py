@@ -23,6 +23,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, printable
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
 
+PROGRAM = "hf-neuron-moe"  # also where it runs as ``python -m hf_neuron_moe``: its completion goes by this name
 LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
 _ARGUMENT = re.compile(r"^([\w-]+): (\w+)(\[.*?\])? must ")
 _OPTIONS = {
@@ -47,7 +48,8 @@ def run(app: typer.Typer, arguments: list[str]) -> None:
     signals: list[int] = []
     try:
         with _stopped_by(signals):
-            code = app([argument for argument in arguments if argument != "--debug"], standalone_mode=False)
+            given = [argument for argument in arguments if argument != "--debug"]
+            code = app(given, prog_name=PROGRAM, standalone_mode=False)
             if signals or code == INTERRUPTED.code:  # which typer makes of a KeyboardInterrupt
                 _end_stopped(signals, as_json)
             if code:
@@ -158,6 +160,6 @@ def _stopped_by(received: list[int]) -> Iterator[None]:
 def _signal_main_thread(number: int) -> None:
     main = threading.main_thread().ident
     if sys.platform == "win32" or main is None:
-        _thread.interrupt_main(number)
+        _thread.interrupt_main(signal.Signals(number))
     else:
         signal.pthread_kill(main, number)  # ends a sleep or another call of the system, too
