@@ -130,6 +130,7 @@ def failures(names: Sequence[str], moments: int, seed: int) -> Iterator[str]:
             if code not in ENDS[:-1] or (found := failure_of(code, (folder / "err").read_text(encoding="utf-8"))):
                 yield f"{name}, not interrupted: {code} {(folder / 'err').read_text(encoding='utf-8')[-600:]}"
                 continue
+            print(f"{name}: {whole:.1f} s", file=sys.stderr)
             for number in range(moments):
                 moment = chosen.uniform(0.1, max(0.2, whole))
                 child = start(COMMANDS[name].format(new=f"{name}{number}"), folder)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.byte_tokenizer import save_byte_tokenizer
-from tests.tiny_models import tiny_model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from make_tiny_model import make_tiny_model
 
 FOLDERS = ("hf_neuron_moe", "tests", "docs", "scripts", "benchmarks", "data", "examples", ".github", ".ci")
 FILES = (
@@ -92,7 +93,9 @@ def test_the_sdist_holds_every_file_and_runs_its_tests(packed: tuple[Path, set[s
 
 COMMANDS = (
     "demo --tiny --steps 2 -o demo_output",
-    "report demo_output/runs --format md",
+    "train --list-configs",
+    "train tiny-mixtral --model model --train_files text.txt --eval_files text.txt --max_steps 2 --output_dir trained",
+    "report trained",
     "convert model converted --precision mxfp8",
     "explore model text.txt --tokens 256 --length 64 --verify 0",
 )
@@ -128,14 +131,13 @@ def test_the_wheel_works_in_an_empty_folder(packed: tuple[Path, set[str], set[st
     (site,) = (home / "lib").glob("python*/site-packages")
     # A folder that a .pth file names is searched last, and .pth files in it (of editable installs) are not read.
     (site / "others.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     facts = {"cwd": empty, "env": environment, "capture_output": True, "text": True, "timeout": 900, "check": False}
     shown = subprocess.run([home / "bin" / "hf-neuron-moe", "--version"], **facts)
     assert (shown.returncode, shown.stderr) == (0, "") and shown.stdout.startswith("hf-neuron-moe ")
-    tiny_model("mixtral").save_pretrained(empty / "model")
-    save_byte_tokenizer(empty / "model")
-    (empty / "text.txt").write_text("The state of the Union is tested. " * 20, encoding="utf-8")
+    make_tiny_model("mixtral", empty / "model")
+    (empty / "text.txt").write_text("The state of the Union is tested.\n\n" * 60, encoding="utf-8")
     done = subprocess.run([python, "-c", DRIVER, json.dumps(COMMANDS)], **facts)
     assert done.returncode == 0, done.stderr[-3000:]
-    made = ("demo_output/demo.html", "demo_output/runs/report.md", "converted/config.json")
-    assert all((empty / name).is_file() for name in made), done.stdout
+    made = ("demo_output/demo.html", "trained/report.html", "converted/config.json")
+    assert all((empty / name).is_file() for name in made) and "mixtral-8x7b" in done.stdout, done.stdout
