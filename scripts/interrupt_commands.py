@@ -125,7 +125,7 @@ def failures(names: Sequence[str], moments: int, seed: int) -> Iterator[str]:
         folder = Path(place)
         make_inputs(folder)
         for name in names:
-            child = start(COMMANDS[name].format(new="whole"), folder)
+            child = start(COMMANDS[name].format(new=f"{name}-whole"), folder)
             code, whole = interrupted(child, 10 * LONGEST)
             if code not in ENDS[:-1] or (found := failure_of(code, (folder / "err").read_text(encoding="utf-8"))):
                 yield f"{name}, not interrupted: {code} {(folder / 'err').read_text(encoding='utf-8')[-600:]}"

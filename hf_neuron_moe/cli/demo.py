@@ -33,7 +33,7 @@ def demo(
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in a web browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train one model stock, in bf16 and in mxfp8, and compare.
+    """Compare training in stock, bf16 and mxfp8 on one page.
 
     The model is a small Mixtral, trained on packaged speeches. The page has the losses on held-out text, the bytes
     that blocks save for backward, and where the model learned. It opens offline.

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,12 @@ def compare(subject: Subject, folder: Path, told: Told, say: Callable[[str], Non
     text = Text(token_windows(subject.encode, "train", setting.length), torch.stack(list(held_out.values())))
     facts = asdict(setting) | {"held_out_tokens": text.held_NL.numel()}
     found = Comparison(subject.title, list(held_out), facts, saved=saved_by_policy(subject.model))
-    total = len(VARIANTS) * setting.steps
-    for name in VARIANTS:
-        model = None  # the last one is free before the next one is made
+    model: MixtralForCausalLM
+    for number, name in enumerate(VARIANTS):
+        model = None  # type: ignore[assignment] # free before the next one is made
         gc.collect()  # Trainer, optimizer and model refer to each other in circles
-        begun = len(found.runs) * setting.steps
-        model, run, before_NL, after_NL = _trained(
-            name, subject, text, folder, lambda done, begun=begun: told(begun + done, total)
-        )
+        advance = partial(_advance, told, number * setting.steps, len(VARIANTS) * setting.steps)
+        model, run, before_NL, after_NL = _trained(name, subject, text, folder, advance)
         found.runs.append(run)
         say(f"{name}: held-out loss {run.curve[0][1]:.3f} -> {run.loss:.3f}")
     found.words = _learned(subject, held_out, before_NL, after_NL)
@@ -122,6 +121,10 @@ def compare(subject: Subject, folder: Path, told: Told, say: Callable[[str], Non
     say("opening the mxfp8 run's checkpoint in stock transformers, in a process of its own")
     found.reloaded_loss = loss_without_us(model, text.held_NL)
     return found
+
+
+def _advance(told: Told, before: int, total: int, done: int) -> None:
+    told(before + done, total)
 
 
 def _trained(
@@ -181,7 +184,8 @@ def saved_by_policy(model: MixtralForCausalLM) -> dict[str, float]:
     for name, (dtype, config) in SAVED.items():
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            small = MixtralForCausalLM(config_of_one).to(dtype).train()
+            small = MixtralForCausalLM(config_of_one)
+        nn.Module.to(small, dtype).train()
         if config is not None:
             patch_model(small, config)
         saved[name] = saved_bytes_per_token(small, ["model.layers.0.mlp.experts"], ids_BL)
