@@ -13,11 +13,11 @@ from finetune import finetune
 from finetune_options import parse
 from make_tiny_model import byte_tokenizer, make_tiny_model
 from safetensors.torch import load_file
+from tests.scripts.test_finetune import command, logits, losses, text
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from upcycle_gpt_oss import E2M1, save_mxfp4, to_mxfp4, upcycle
 
 from hf_neuron_moe.formats import dequantize_mxfp4_blocks
-from tests.scripts.test_finetune import command, logits, losses, text
 
 __all__ = ["text"]
 EXPERTS = "model.layers.0.mlp.experts"
