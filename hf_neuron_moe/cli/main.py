@@ -52,7 +52,6 @@ def application() -> typer.Typer:
     """Return the application with the commands of :data:`COMMANDS`."""
     codes = ", ".join(f"{code.code} {code.kind}" for code in EXIT_CODES)
     app = typer.Typer(
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
