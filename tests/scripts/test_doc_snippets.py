@@ -15,7 +15,14 @@ from tests.tiny_models import tiny_model, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-SELF_CONTAINED = ("README.md", "docs/get-started.md", "docs/how-to.md", "docs/concepts.md", "docs/reference.md")
+SELF_CONTAINED = (
+    "README.md",
+    "docs/get-started.md",
+    "docs/train.md",
+    "docs/how-to.md",
+    "docs/concepts.md",
+    "docs/reference.md",
+)
 """Pages whose examples need nothing but what they import. docs/kernels.md has a test of its own."""
 
 

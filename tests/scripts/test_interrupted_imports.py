@@ -14,9 +14,7 @@ import pytest
 @pytest.mark.parametrize(
     ("package", "script"),
     [
-        ("torch", "finetune.py"),
         ("torch", "demo.py"),
-        pytest.param("transformers", "finetune.py", marks=pytest.mark.slow),
         pytest.param("transformers", "demo.py", marks=pytest.mark.slow),
     ],
 )
