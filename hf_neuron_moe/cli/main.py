@@ -14,6 +14,7 @@ from hf_neuron_moe.cli.exit_codes import EXIT_CODES
 from hf_neuron_moe.errors import public
 
 COMMANDS = (
+    "demo",
     "plan",
     "convert",
     "finalize",

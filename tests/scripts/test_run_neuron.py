@@ -266,7 +266,7 @@ def test_torchrun_gets_the_process_group_and_the_variables(
     assert result.returncode == 0, result.stderr
     command, *environment = result.stdout.splitlines()
     config = RUNS[chip][0]
-    assert command == f"-m torch.distributed.run {group} scripts/finetune.py {config} --max_steps 3"
+    assert command == f"-m torch.distributed.run {group} -m hf_neuron_moe train {config} --max_steps 3"
     assert variables <= set(environment)
     assert any(line.startswith("FI_") for line in environment) == ("NNODES" in settings and settings["NNODES"] != "1")
     assert {"HF_DEACTIVATE_ASYNC_LOAD=1", f"NKI_COMPILE_CACHE_URL={tmp_path / 'cache' / 'nki'}"} <= set(environment)
