@@ -65,7 +65,7 @@ def test_a_run_and_its_mistakes(run: Any, config: Callable[..., Path], tmp_path:
     shown = run("train", config(), "--max_stepz", "2", "--json")
     assert shown.code == 2 and json.loads(shown.out)["kind"] == "usage"
     shown = run("train", config(), "--resume", "--output_dir", tmp_path / "new")
-    assert shown.code == 1 and "resume_from_checkpoint=True must be used with a complete checkpoint" in shown.err
+    assert shown.code == 2 and "resume_from_checkpoint must be used with a complete checkpoint" in shown.err
 
 
 def test_missing_packages_are_named_together(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

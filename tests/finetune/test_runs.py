@@ -251,3 +251,10 @@ def test_ctrl_c_of_the_command_prints_the_command_that_resumes(models: dict[str,
     assert command == ["hf-neuron-moe", "train", str(file), "--seed", "1", "--resume"]
     (checkpoint,) = out.glob("checkpoint-*")
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] >= 1
+
+
+def test_the_example_script_trains(models: dict[str, Path], tmp_path: Path) -> None:
+    import finetune as example
+
+    example.main(str(models["mixtral"]), str(write(tmp_path, ROWS["text"])), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
