@@ -16,8 +16,11 @@ from hf_neuron_moe.errors import ConfigError
 if TYPE_CHECKING:
     from hf_neuron_moe.finetune.options import Options
 
-CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""Of the command: what it does not know is for the configuration."""
+COMMAND = {
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+    "options_metavar": "CONFIG [--key value ...] [OPTIONS]",
+}
+"""How the command is made: options that it does not know are for the configuration."""
 
 NEEDED = ("trl", "peft", "datasets", "jinja2")
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, UnsupportedModelError, nearest
 from hf_neuron_moe.finetune import configs, read_options
+from hf_neuron_moe.finetune.data import files_of
 from hf_neuron_moe.finetune.model import adapters, patch
 from hf_neuron_moe.finetune.options import Options, known_options
 from hf_neuron_moe.finetune.reading import ELSEWHERE, parser_of, read_yaml
@@ -45,7 +46,9 @@ def test_every_configuration_is_found_by_its_name_and_reads() -> None:
         assert configs.find(name) == configs.find(name.rpartition("/")[2]) == configs.find(f"{name}.yaml")
         assert configs.summary_of(name)
         if not name.startswith(configs.LAUNCHER):
-            assert options_of(name).training.output_dir == f"runs/{name.rpartition('/')[2]}"
+            options = options_of(name)
+            assert options.training.output_dir == f"runs/{name.rpartition('/')[2]}"
+            assert all(map(Path.is_file, map(Path, files_of(options.data.train_files, "train_files"))))
     with refused(ConfigError, "CONFIG", r"Did you mean 'mixtral-8x7b'\?", got="'mixtral-8x7'"):
         configs.find("mixtral-8x7")
 
