@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.cli.shared_options import Json, choice
 from hf_neuron_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def train(
     list_configs: Annotated[bool, typer.Option("--list-configs", help="List the package's configurations.")] = False,
     show_config: Annotated[str | None, typer.Option("--show-config", metavar="NAME", help="Print one of them.")] = None,
     list_keys: Annotated[
-        str | None, typer.Option("--list-keys", metavar="short|sft|dpo", help="List the keys of a configuration.")
+        str | None, choice(("sft", "dpo"), "--list-keys", text="List the keys of a configuration of this method.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Find mistakes, load no model, train nothing.")] = False,
@@ -57,7 +57,7 @@ def train(
     from hf_neuron_moe.finetune.reading import parser_of, read_options
 
     if list_keys is not None:
-        typer.echo(parser_of("dpo" if list_keys == "dpo" else "sft", short=list_keys == "short").format_help())
+        typer.echo(parser_of(list_keys).format_help())
         return
     if not words:
         raise typer.BadParameter("a YAML file or the name of a configuration is needed.", param_hint="CONFIG")

@@ -22,10 +22,10 @@ from hf_neuron_moe.finetune.model_files import (
     CONFIG_FILE,
     FROZEN,
     MARK,
-    check_places,
     check_weights,
     content_of,
     conversion_of,
+    folder_of,
     longest_input,
     read_config,
 )
@@ -52,9 +52,13 @@ def check_run(options: Options) -> bytes | str:
     if options.training.neuron_patch:
         # A named backend is refused whatever the device.
         resolve_backend(options.training.neuron_backend, torch.device("cpu"))
-    check_places(options.model)
-    check_weights(options.model.model)
-    config = read_config(options.model, online=True)
+    model = options.model
+    if model.tokenizer:
+        folder_of("tokenizer", model.tokenizer, "main")
+    folder = folder_of("model", model.model, model.revision)
+    if Path(model.model).is_dir():
+        check_weights(folder)
+    config = read_config(folder)
     check_training(options, config)
     return config
 

@@ -46,7 +46,7 @@ def test_configurations_are_listed_and_shown(run: Any) -> None:
     assert shown.code == 0 and yaml.safe_load(shown.out)["model"] == "mistralai/Mixtral-8x7B-v0.1"
     shown = run("train", "--show-config", "mixtral-8x7")
     assert shown.code == 2 and "Did you mean 'mixtral-8x7b'?" in shown.err
-    shown = run("train", "--list-keys", "short")
+    shown = run("train", "--list-keys", "sft")
     assert shown.code == 0 and "--neuron_precision" in shown.out
     shown = run("train")
     assert shown.code == 2 and "CONFIG" in shown.err
