@@ -28,9 +28,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.setting import machine
+from hf_neuron_moe.explore.inputs import token_rows
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
 from hf_neuron_moe.explore.run import Options, explore, load_model
-from hf_neuron_moe.explore.text import token_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT, HELD_OUT = ROOT / "data" / "sotu" / "eval.jsonl", ROOT / "data" / "sotu" / "train.jsonl"
@@ -39,17 +39,18 @@ PLANTED_LAYER, PLANTED_POWER, DRAWS = 2, 12, 10
 SUBJECTS = ("smollm2", "mixtral", "planted")
 
 
-def folder_of(subject: str) -> Path:
-    """Return the subject's checkpoint, made where it is not there."""
+def folder_of(subject: str, layers: int) -> Path:
+    """Return the subject's checkpoint, made where it is not there; of mixtral with so many layers."""
     scripts = ROOT / "scripts"
     if not SMOLLM2.is_dir():
         subprocess.run([sys.executable, scripts / "get_smollm2.py"], check=True)
-    folder = SMOLLM2 if subject == "smollm2" else ROOT / ".cache" / f"explore-{subject}"
+    name = f"mixtral-{layers}" if subject == "mixtral" else subject
+    folder = SMOLLM2 if subject == "smollm2" else ROOT / ".cache" / f"explore-{name}"
     if folder.is_dir():
         return folder
     if subject == "mixtral":
         command = [sys.executable, scripts / "upcycle_mixtral.py", "--model", SMOLLM2, "--out", folder]
-        subprocess.run(command, check=True)
+        subprocess.run([*command, "--layers", str(layers)], check=True)
         return folder
     model: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2)
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
@@ -73,11 +74,11 @@ def largest_input(model: Any, layer: torch.nn.Linear, rows_NL: torch.Tensor) -> 
     return int(seen[0].abs().flatten(0, -2).amax(0).argmax())
 
 
-def run(subject: str, tokens: int, held_out_tokens: int) -> dict[str, Any]:
+def run(subject: str, layers: int, options: Options, held_out_tokens: int) -> dict[str, Any]:
     """Explore a subject, measure every block, and compare plans on held-out text."""
-    folder, start = folder_of(subject), time.monotonic()
-    options = Options(tokens=tokens, verify=10**6)
-    result = explore(folder, TEXT, options)
+    folder, start = folder_of(subject, layers), time.monotonic()
+    state = ROOT / ".cache" / f"explore-{subject}.partial"
+    result = explore(folder, TEXT, options, state, lambda done, total: print(done, "of", total, file=sys.stderr))
     seconds = time.monotonic() - start
     ranked = [row.block for row in result.ranking["mxfp8"]]
     exceptions = [name for name, precision in result.plan.precisions.items() if precision == "bf16"]
@@ -114,20 +115,20 @@ def run(subject: str, tokens: int, held_out_tokens: int) -> dict[str, Any]:
         },
     }
     if subject == "planted":
-        found |= folded(folder, result, tokens)
+        found |= folded(folder, result, options)
     return found
 
 
-def folded(folder: Path, result: Any, tokens: int) -> dict[str, Any]:
+def folded(folder: Path, result: Any, options: Options) -> dict[str, Any]:
     """Fold the planted channel away and measure again."""
     from hf_neuron_moe.explore.fold import fold
 
     model = load_model(folder)
     row = result.ranking["mxfp8"][0]
-    rows_NL = token_rows(TEXT, AutoTokenizer.from_pretrained(folder), tokens, 512)
+    rows_NL = token_rows(TEXT, AutoTokenizer.from_pretrained(folder), options.tokens, options.length)
     with torch.no_grad():
         before = model(input_ids=rows_NL[:1]).logits
-        done = fold(model, {row.block: row.reason.outlier}, rows_NL[0]) if row.reason.outlier else []
+        done = fold(model, row.block, row.reason.outliers, rows_NL[0])
         after = model(input_ids=rows_NL[:1]).logits
     losses = {}
     for precision in ("bf16", "mxfp8"):
@@ -164,12 +165,15 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=30, help="of mixtral: the first and last of smollm2's")
     parser.add_argument("--held-out", type=int, default=8192, help="tokens that plans are compared on")
     parser.add_argument("--json", type=Path, default=Path("explore.json"))
     arguments = parser.parse_args()
     results = []
     for subject in arguments.only:
-        results.append(run(subject, arguments.tokens, arguments.held_out))
+        options = Options(tokens=arguments.tokens, length=arguments.length, verify=10**6)
+        results.append(run(subject, arguments.layers, options, arguments.held_out))
         show(results[-1])
         arguments.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_neuron_moe.cli.exit_codes import DONE, REFUSED
 from hf_neuron_moe.cli.model_folder import quiet_transformers
 from hf_neuron_moe.cli.progress_line import in_words, watching
 from hf_neuron_moe.cli.shared_options import Json
@@ -24,7 +25,7 @@ SHOWN = 10
 
 def explore(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a checkpoint with a tokenizer.")],
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help='Plain text, or .jsonl with the key "text".')],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help='Text, or .jsonl with "text" or "messages".')],
     tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of the text to measure on.")] = 16384,
     length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens per row.")] = 512,
     formats: Annotated[
@@ -66,7 +67,12 @@ def explore(
     options = Options(tokens, length, names, budget, device, step_tokens, verify, draws, fold)
     state = Path(f".explore-{model_dir.resolve().name}.partial")
     with watching("exploring", unit="parts") as (watch, advance):
-        result = run(model_dir, text, options, state, advance)
+        try:
+            result = run(model_dir, text, options, state, advance)
+        except KeyboardInterrupt:
+            if state.exists():
+                typer.echo(f"The same command continues: what was measured is in {state}", err=True)
+            raise
     if plan is not None:
         plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
         if result.frozen_plan is not None:
@@ -75,14 +81,20 @@ def explore(
         from hf_neuron_moe.explore.explore_page import write_explore_page
 
         write_explore_page(result, output)
+    code = REFUSED if fold is not None and not result.folds else DONE
     if as_json:
-        typer.echo(json.dumps({"ok": True, "cost": watch.cost()} | result.to_dict()))
-        return
-    _show(result)
-    typer.echo(f"Took {watch.seconds / 60:.1f} min and {in_words(watch.peak)} of memory.")
-    for path, what in ((plan, "plan"), (output, "page"), (fold, "folded checkpoint")):
-        if path is not None:
-            typer.echo(f"Wrote the {what} to {path}.")
+        ending = {"ok": code is DONE, "kind": code.kind, "exit_code": code.code, "message": " ".join(result.not_folded)}
+        typer.echo(json.dumps(ending | {"cost": watch.cost()} | result.to_dict()))
+    else:
+        _show(result)
+        typer.echo(f"Took {watch.seconds / 60:.1f} min and {in_words(watch.peak)} of memory.")
+        for path, what in ((plan, "plan"), (output, "page"), (fold if result.folds else None, "folded checkpoint")):
+            if path is not None:
+                typer.echo(f"Wrote the {what} to {path}.")
+        for line in result.not_folded:
+            typer.echo(line, err=True)
+    if code is not DONE:
+        raise typer.Exit(code.code)
 
 
 def _show(result: Exploration) -> None:

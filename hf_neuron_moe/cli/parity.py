@@ -30,7 +30,7 @@ def parity(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder with config.json and weights, or a hub id org/name.")
     ],
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help='A text, or a .jsonl file with the key "text".')],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help='Text, or .jsonl with "text" or "messages".')],
     recipe: Annotated[
         list[str],
         typer.Option("--recipe", metavar="RECIPE", help=f"{', '.join(PRECISIONS)} or a YAML file; repeatable."),

@@ -74,17 +74,20 @@ def _sample(watch: Watch, stop: threading.Event) -> None:
 
 def _logged(label: str, watch: Watch, unit: str) -> Update:
     """Write a line when a minute has passed since the last one."""
-    last = watch.seconds
+    last: float = watch.seconds
+    begin: tuple[float, int] | None = None  # what an earlier run did says nothing about this one's speed
 
     def update(done: int, total: int) -> None:
-        nonlocal last
+        nonlocal last, begin
         watch.update(done, total)
         now = watch.seconds
+        begin = begin or (now, done)
         if now - last >= LOG_SECONDS:
             last = now
             words = f"{done:,} of {total:,} {unit}" if unit else f"{in_words(done)} of {in_words(total)}"
             rate = "" if unit else f", {in_words(done / now)}/s"
-            left = f"about {now * (total - done) / max(done, 1) / 60:,.0f} min left"
+            spent, here = (now - begin[0], done - begin[1]) if done > begin[1] else (now, max(done, 1))
+            left = f"about {spent * (total - done) / here / 60:,.0f} min left"
             progress = f"{words} ({100 * done // max(total, 1)} %){rate}"
             line = f"{label}: {progress}, {left}, peak {in_words(watch.peak)}"
             typer.echo(line, err=True)

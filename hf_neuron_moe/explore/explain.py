@@ -6,8 +6,8 @@ Legend: E experts, C channels of an operand along its contraction axis.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from hf_neuron_moe.formats.swizzle import tile_segments
 OUTLIER = 64.0
 """From how many times the median channel's largest magnitude on a channel counts as an outlier."""
 
-LOST_BITS = 0.5
-"""From how many bits lost on the neighbours of an outlier are worth a word."""
+LOST_BITS = 0.25
+"""From how many bits lost by the neighbours of an outlier on it is the reason, and worth folding."""
 
 POOR_SAVED_DB = 24.0
 """Below this SQNR, four noise bits of e4m3's six, saving in FP8 is advised against."""
@@ -60,11 +60,12 @@ class Reason:
     text: str
     remedy: str  # in words
     remedy_kind: str  # "bf16", "fold" or "keep"
-    outlier: Outlier | None = None
+    outliers: tuple[Outlier, ...] = ()  # that cost bits, worst first
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
+    @property
+    def outlier(self) -> Outlier | None:
+        """The worst one."""
+        return self.outliers[0] if self.outliers else None
 
 
 def block_of_channels(channels: int) -> Tensor:
@@ -80,72 +81,80 @@ def block_of_channels(channels: int) -> Tensor:
     return torch.cat(ids)[:channels]
 
 
-def outlier_of(product: str, operand: Operand) -> Outlier | None:
-    """Return the channel that stands out most, where any stands out and costs its block bits."""
+def outliers_of(product: str, operand: Operand) -> list[Outlier]:
+    """Return the channels that stand out, and what each costs its block."""
     found: list[Outlier] = []
-    for expert in range(len(operand.amax_EC)):
-        amax_C = operand.amax_EC[expert]
+    blocks_C = block_of_channels(operand.amax_EC.shape[1])
+    for expert, amax_C in enumerate(operand.amax_EC):
         median = amax_C[amax_C > 0].median().item() if (amax_C > 0).any() else 0.0
-        channel = int(amax_C.argmax())
-        ratio = amax_C[channel].item() / median if median else 1.0
-        if ratio < OUTLIER:
+        out_C = amax_C >= OUTLIER * median
+        if not median or not out_C.any():
             continue
-        blocks_C = block_of_channels(len(amax_C))
-        mates_C = blocks_C == blocks_C[channel]
-        mates_C[channel] = False
-        rest_C = ~mates_C
-        rest_C[channel] = False
         signal_C, noise_C = operand.signal_EC[expert], operand.noise_EC[expert]
-        mates, rest = (decibels(signal_C[part].sum().item(), noise_C[part].sum().item()) for part in (mates_C, rest_C))
-        bits = max(0.0, (rest - mates) / _BIT_DB) if math.isfinite(rest - mates) else 0.0
-        found.append(Outlier(product, channel, expert, ratio, bits))
-    worst = max(found, key=lambda outlier: (outlier.bits_lost, outlier.ratio), default=None)
-    return worst if worst is not None and worst.bits_lost >= LOST_BITS else None
+        rest_C = ~torch.isin(blocks_C, blocks_C[out_C])
+        for channel in out_C.nonzero().flatten().tolist():
+            mates_C = (blocks_C == blocks_C[channel]) & ~out_C
+            mates, rest = (decibels(float(signal_C[C].sum()), float(noise_C[C].sum())) for C in (mates_C, rest_C))
+            bits = max(0.0, (rest - mates) / _BIT_DB) if math.isfinite(rest - mates) else 0.0
+            found.append(Outlier(product, channel, expert, amax_C[channel].item() / median, bits))
+    return found
 
 
 def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     """Explain what the format `form` costs a block, from its measures."""
     if form == "bf16":
         return Reason("bf16 rounds operands to 8 significant bits.", "Nothing cheaper is more exact.", OTHER_FORM)
+    found = [each for product in PRODUCTS for each in outliers_of(product, block.operands[f"{product} {ACTIVATIONS}"])]
+    found.sort(key=lambda outlier: (outlier.bits_lost, outlier.ratio))
+    # Experts read the same input: of its channels the worst expert's is told.
+    own = {(each.product, each.channel, each.expert if each.product == "down" else 0): each for each in found}
+    outliers = list(own.values())[::-1]
+    costly = tuple(outlier for outlier in outliers if outlier.bits_lost >= LOST_BITS)
+    saved = [key for key in block.operands if key.endswith(SAVED)]
+    poor = any(block.operands[key].figures()["sqnr_db"] < POOR_SAVED_DB for key in saved)
+    in_bf16 = " Save its activations in bf16, not in FP8." if poor else ""
+    if costly:
+        remedy = "Fold a power of two into the weights before it (--fold), which bf16 does not notice, "
+        return Reason(_of_outliers(name, costly, block), f"{remedy}or leave it in bf16.{in_bf16}", FOLD, costly)
     worst = max(PRODUCTS, key=lambda product: block.scores[f"{form} {product}"].total)
     weights = WEIGHTS if form == "mxfp8" else WEIGHTS_MXFP4
     operands = {
         kind: (block.operands[f"{worst} {kind}"], block.operands[f"{worst} {kind}"].figures())
         for kind in (ACTIVATIONS, weights)
     }
-    outliers = [
-        found for product in PRODUCTS if (found := outlier_of(product, block.operands[f"{product} {ACTIVATIONS}"]))
-    ]
-    if outliers:
-        return _of_outlier(max(outliers, key=lambda outlier: outlier.bits_lost), block)
     kind = min(operands, key=lambda each: operands[each][1]["sqnr_db"])
     figures = operands[kind][1]
     share = block.scores[f"{form} {worst}"].total / (block.scores[form].total or math.nan)
     most = f", {100 * share:.0f} % of the block's change" if 0 < share <= 1 else ""
-    text = f"{_product_words(worst)}{most}: its {kind} have {figures['sqnr_db']:.1f} dB SQNR"
-    if figures["flushed"] >= 0.001:
-        text += f", {100 * figures['flushed']:.1f} % of them become zero"
-    expert = _worst_expert(block, operands[kind][0])
-    text += f"{expert}. No channel stands out."
+    text = f"{_product_words(worst)} of {_layer_of(name)}{most}: its {kind} have {figures['sqnr_db']:.1f} dB SQNR"
+    for measure, words in (("flushed", "become zero"), ("saturated", "saturate")):
+        if figures[measure] >= 0.001:
+            text += f", {100 * figures[measure]:.1f} % of them {words}"
+    text += f"{_worst_expert(block, operands[kind][0])}. "
+    text += _of_outliers(name, outliers[:1], block) if outliers else "No channel stands out."
     remedy = "Leave it in bf16 where the loss matters more than the time."
     other = block.operands[f"{worst} {weights}, {OTHER_RULE}"].figures()["sqnr_db"] - operands[weights][1]["sqnr_db"]
     if kind == weights and other >= WORTH_DB:
         remedy += f" In a conversion, --scale-rule {OTHER_RULE} gives these weights {other:.1f} dB more."
-    saved = [key for key in block.operands if key.endswith(SAVED)]
-    if any(block.operands[key].figures()["sqnr_db"] < POOR_SAVED_DB for key in saved):
-        remedy += " Save its activations in bf16, not in FP8."
-    return Reason(text, remedy, KEEP_BF16)
+    return Reason(text, remedy + in_bf16, KEEP_BF16)
 
 
-def _of_outlier(outlier: Outlier, block: BlockMeasures) -> Reason:
-    where = f" of expert {outlier.expert}" if block.experts > 1 else ""
+def _of_outliers(name: str, outliers: Sequence[Outlier], block: BlockMeasures) -> str:
+    """What is said of the first of some channels."""
+    outlier = outliers[0]
+    where = f", expert {outlier.expert}" if block.experts > 1 else ""
     times = f"2**{math.log2(outlier.ratio):.0f}" if outlier.ratio >= 4096 else f"{outlier.ratio:,.0f}"
-    text = (
-        f"{_product_words(outlier.product)} input{where}: channel {outlier.channel} is {times} times the median; "
-        f"its block of 32 loses {outlier.bits_lost:.1f} bits."
+    more = f" {len(outliers) - 1} more are like it." if len(outliers) > 1 else ""
+    return (
+        f"{_product_words(outlier.product)} input of {_layer_of(name)}{where}: channel {outlier.channel} is {times} "
+        f"times the median; its block of 32 loses {outlier.bits_lost:.1f} bits.{more}"
     )
-    remedy = "Fold a power of two into the weights before it (--fold), which bf16 does not notice, or leave it in bf16."
-    return Reason(text, remedy, FOLD, outlier)
+
+
+def _layer_of(name: str) -> str:
+    """``layer 3`` of ``model.layers.3.mlp``; a name without a number as it is."""
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    return f"layer {numbers[-1]}" if numbers else name
 
 
 def _product_words(product: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hf_neuron_moe.explore.explain import Reason
@@ -24,6 +24,7 @@ class Ranked:
     reason: Reason
     products: Mapping[str, float]  # share of the prediction
     measured: float | None = None
+    measured_error: float | None = None  # standard error over rows
 
 
 @dataclass
@@ -39,7 +40,9 @@ class Exploration:
     frozen_plan: Plan | None  # of a conversion, mxfp4 too; None where that was not measured
     advice: list[str]
     measured: dict[str, float] = field(default_factory=dict)  # loss of uniform maps and of the plan, nats per token
+    measured_errors: dict[str, float] = field(default_factory=dict)  # standard errors of their changes over rows
     folds: list[str] = field(default_factory=list)
+    not_folded: list[str] = field(default_factory=list)  # why, of blocks or of all
     folded: dict[str, float] = field(default_factory=dict)  # the same losses after folding
     environment: Mapping[str, Any] = field(default_factory=dict)
 
@@ -84,8 +87,10 @@ class Exploration:
             "convert_plan": self.frozen_plan.recipe if self.frozen_plan is not None else None,
             "uniform": {kind: total.to_dict(self.loss) for kind, total in self.uniform.items()},
             "measured_losses": self.measured,
+            "measured_errors": self.measured_errors,
             "advice": self.advice,
             "folds": self.folds,
+            "not_folded": self.not_folded,
             "folded_losses": self.folded,
             "blocks": {name: block_facts(block) for name, block in self.measures.blocks.items()},
             "environment": dict(self.environment),
@@ -100,11 +105,13 @@ class Exploration:
             "predicted_percent": 100 * row.predicted / self.loss,
             "deviation": row.deviation,
             "measured": row.measured,
+            "measured_percent": None if row.measured is None else 100 * row.measured / self.loss,
+            "measured_error": row.measured_error,
             "products": dict(row.products),
             "reason": row.reason.text,
             "remedy": row.reason.remedy,
             "remedy_kind": row.reason.remedy_kind,
-            "outlier": row.reason.to_dict()["outlier"],
+            "outliers": [asdict(outlier) for outlier in row.reason.outliers],
         }
 
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
-from hf_neuron_moe.explore.measures import ACTIVATIONS, DW, DX, GRADIENTS, PRODUCTS, WEIGHTS
+from hf_neuron_moe.explore.measures import ACTIVATIONS, DW, DX, GRADIENTS, PRODUCTS, SAVED, WEIGHTS, WEIGHTS_MXFP4
 from hf_neuron_moe.explore.precision_plan import source_of
 from hf_neuron_moe.report.page import Part, Section, render_page, write_page
 from hf_neuron_moe.report.plots import Cell, Figure, Table, Threshold, bar_figure, heat_map, scatter_figure
@@ -15,13 +15,16 @@ POOR_DB = 24.0
 """SQNR that is framed: four noise bits below e4m3's usual 31 dB would be 7 dB; this is one bit above half of it."""
 
 _SYMBOLS = {ACTIVATIONS: "x", WEIGHTS: "W", GRADIENTS: "dy"}
+_OTHER_KINDS = (("W4", WEIGHTS_MXFP4), ("x saved", SAVED))
 _COLUMNS = {
     f"{product}{behind} {_SYMBOLS[kind]}": f"{product}{behind} {kind}"
     for product in PRODUCTS
     for behind, kinds in (("", (ACTIVATIONS, WEIGHTS)), (DX, (GRADIENTS, WEIGHTS)), (DW, (ACTIVATIONS, GRADIENTS)))
     for kind in kinds
 }
-"""Operands by a short name."""
+_EXTRA = {f"{product} {short}": f"{product} {kind}" for product in PRODUCTS for short, kind in _OTHER_KINDS}
+_SHORT = {key: short for short, key in (_COLUMNS | _EXTRA).items()}
+"""Short names of operands."""
 
 SPELLED_OUT = 5
 """Blocks whose reason and remedy are paragraphs, not only cells."""
@@ -56,8 +59,9 @@ def _plan(result: Exploration) -> Section:
         recipe = Table(["blocks", "precision"], list(result.frozen_plan.recipe.items()))
         parts += ["For a conversion, which stores frozen weights in MXFP4 too, at the least bytes:", recipe]
     parts += result.advice
+    parts += [*result.folds, *result.not_folded]
     if result.folded:
-        parts += [*result.folds, _folded(result)]
+        parts.append(_folded(result))
     return Section("Plan", parts)
 
 
@@ -106,38 +110,34 @@ def _reasons(result: Exploration, rows: list[Ranked]) -> Table:
     def percent(value: float | None) -> float | None:
         return None if value is None else 100 * value / result.loss
 
-    columns = ["block", "predicted, %", "deviation, %", "measured, %", "why", "remedy"]
-    return Table(
-        columns,
-        [
-            [
-                row.block,
-                percent(row.predicted),
-                percent(row.deviation),
-                percent(row.measured),
-                row.reason.text,
-                row.reason.remedy,
-            ]
-            for row in rows
-        ],
-    )
+    products = [product for product in PRODUCTS if product in rows[0].products]
+    shares = [f"of it {product}, %" for product in products]
+    columns = ["block", "predicted, %", *shares, "deviation, %", "measured, %", "±", "why", "remedy"]
+    lines: list[list[Cell]] = []
+    for row in rows:
+        parts = [percent(row.products[product]) for product in products]
+        measured = [percent(value) for value in (row.deviation, row.measured, row.measured_error)]
+        lines.append([row.block, percent(row.predicted), *parts, *measured, row.reason.text, row.reason.remedy])
+    return Table(columns, lines)
 
 
 def _operands(result: Exploration) -> Section:
     blocks = result.measures.blocks
     figures = {name: {key: each.figures() for key, each in block.operands.items()} for name, block in blocks.items()}
 
+    keys = [*_COLUMNS.values(), *(key for key in _EXTRA.values() if key in next(iter(figures.values())))]
+
     def picture(measure: str, factor: float = 1.0) -> list[list[float | None]]:
-        return [[factor * figures[name][key][measure] for key in _COLUMNS.values()] for name in blocks]
+        return [[factor * figures[name][key][measure] for key in keys] for name in blocks]
 
     limit = Threshold(POOR_DB, f"below {POOR_DB:g} dB")
-    names, columns = short_blocks(list(blocks)), list(_COLUMNS)
+    names, columns = short_blocks(list(blocks)), [_SHORT[key] for key in keys]
     maps: list[Figure] = [
         heat_map(
             names,
             columns,
             picture("sqnr_db"),
-            title="Signal over quantization noise of every operand in mxfp8",
+            title="Signal over quantization noise of every operand",
             alt="A heat map of blocks and operands in dB; the table below has the values.",
             unit="dB",
             thresholds=[limit],
@@ -160,16 +160,36 @@ def _operands(result: Exploration) -> Section:
             unit="times",
         ),
     ]
+    saturated = picture("saturated", 100.0)
+    if any(any(row) for row in saturated):
+        words = "A heat map of blocks and operands in percent; the table below has the values."
+        maps.append(heat_map(names, columns, saturated, title="Values that saturate", alt=words, unit="%", low=0.0))
     products = [
         [name, product, facts[0] and 10 * math.log10(facts[0] / facts[1]) if facts[1] else None]
         for name, block in blocks.items()
         for product, facts in block.products.items()
     ]
+    none = "" if any(any(row) for row in saturated) else " No value saturates."
     text = (
         "Products read activations (x), weights (W) and gradients (dy) in blocks of 32 values with one scale. "
-        f"{DX} is the gradient of a projection's input, {DW} that of its weights."
+        f"{DX} is the gradient of a projection's input, {DW} that of its weights. W4 are weights in mxfp4, x saved are "
+        f"activations that are saved in FP8.{none}"
     )
-    return Section("Operands", [text, *maps, Table(["block", "product (first row of the text)", "SQNR, dB"], products)])
+    facts = ("amax", "channel", "expert", "token")
+    largest: list[list[Cell]] = [
+        [name, key, *(figures[name][key][fact] for fact in facts)] for name in blocks for key in keys
+    ]
+    return Section(
+        "Operands",
+        [
+            text,
+            *maps,
+            "Where each operand is largest. A token is a place in the text; weights have none (-1).",
+            Table(["block", "operand", "largest magnitude", "channel", "expert", "token"], largest),
+            "The products, on the first row of the text.",
+            Table(["block", "product", "SQNR, dB"], products),
+        ],
+    )
 
 
 def _experts(result: Exploration) -> list[Section]:

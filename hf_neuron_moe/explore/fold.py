@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.errors import DestinationError, UnsupportedModelError, public
-from hf_neuron_moe.explore.calls import Projections
 from hf_neuron_moe.explore.explain import Outlier
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import ExpertsBlock
 from hf_neuron_moe.modules.experts_form import parameter_of
 from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
+from hf_neuron_moe.training.block_calls import Projections
 from hf_neuron_moe.training.blocks import patched_blocks
 
 BF16_ROUNDING = 2.0**-8
@@ -43,28 +43,28 @@ class Fold:
     @property
     def text(self) -> str:
         """What was done, in words."""
-        where = f"{self.block}, expert {self.outlier.expert}" if self.outlier.expert else self.block
+        where = f"{self.block}, expert {self.outlier.expert}" if "experts" in self.block else self.block
         channel = f"input channel {self.outlier.channel} of {self.outlier.product}"
         return f"{where}: {channel} times 2**{self.power}, in {self.through}"
 
 
 @public("fold")
-def fold(model: Any, outliers: Mapping[str, Outlier], row_L: Tensor) -> list[Fold]:
-    """Fold a power of two into the weights around each outlier of a patched model, in place.
+def fold(model: Any, name: str, outliers: Sequence[Outlier], row_L: Tensor) -> list[Fold]:
+    """Fold a power of two into the weights around each outlier of a block of a patched model, in place.
 
     The model's logits of `row_L` are the same afterwards, bit for bit or within one bf16 rounding of their largest.
 
     Raises:
-        UnsupportedModelError: a block's weights do not allow it, or the logits differ; the weights are as they were.
+        UnsupportedModelError: the block's weights do not allow it, or the logits differ; the weights are as they were.
     """
     before = _logits(model, row_L)
-    blocks, done = patched_blocks(model), []
+    block, done = patched_blocks(model)[name], []
     changes: list[tuple[Tensor, int]] = []
     try:
-        for name, outlier in outliers.items():
+        for outlier in outliers:
             power = -round(math.log2(outlier.ratio))
             if outlier.product == "down":
-                through, scaled = "up_proj", list(_around_down(name, blocks[name], outlier, power))
+                through, scaled = "up_proj", list(_around_down(name, block, outlier, power))
             else:
                 through, scaled = _around_input(model, name, outlier, power, row_L)
             for weight, exponent in scaled:
@@ -74,8 +74,8 @@ def fold(model: Any, outliers: Mapping[str, Outlier], row_L: Tensor) -> list[Fol
         after = _logits(model, row_L)
         if not (after - before).abs().max() <= BF16_ROUNDING * before.abs().max():
             got = f"logits that differ by up to {(after - before).abs().max():.3g}"
-            fix = "Leave these blocks in bf16: something between the norm and the block is not linear in the channel."
-            raise UnsupportedModelError.about("the folded model", "equal to the original within a rounding", got, fix)
+            fix = "Leave it in bf16: something between the norm and the block is not linear in the channel."
+            raise UnsupportedModelError.about(f"{name}, folded,", "equal to the original within a rounding", got, fix)
     except BaseException:
         for weight, exponent in reversed(changes):
             weight.mul_(2.0**-exponent)

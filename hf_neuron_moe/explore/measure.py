@@ -10,6 +10,7 @@ I intermediate, C channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_neuron_moe.explore.calls import BlockCalls, Call, Projections
+from hf_neuron_moe.errors import NonFiniteLossError
 from hf_neuron_moe.explore.measures import PRODUCTS, BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.operand_sums import MXFP4, mx_values
 from hf_neuron_moe.explore.rows import measure_rows, measure_weights
+from hf_neuron_moe.training.block_calls import BlockCalls, Call, Projections
 
 IGNORED = -100  # torch's label of positions without a loss
 
@@ -52,13 +54,16 @@ class Pass:
             inputs = embed(rows_NL).requires_grad_()
             logits = self.model(inputs_embeds=inputs, use_cache=False).logits
             loss = loss_sum(logits, rows_NL)
+            draws = drawn if math.isfinite(loss.item()) else []
             calls.seen = seen
-            torch.autograd.grad(loss, inputs, retain_graph=self.draws > 0)
-            for draw, calls.seen in enumerate(drawn):
+            torch.autograd.grad(loss, inputs, retain_graph=bool(draws))
+            for draw, calls.seen in enumerate(draws):
                 generator = torch.Generator().manual_seed(measures.rows * 1000 + draw)
                 labels_NL = drawn_labels(logits.detach(), generator)
                 torch.autograd.grad(loss_sum(logits, labels_NL), inputs, retain_graph=draw + 1 < self.draws)
         del logits, inputs
+        if not math.isfinite(loss.item()):
+            raise _not_finite(seen, measures.rows + 1)
         with torch.no_grad():
             for place, call in enumerate(seen):
                 self._see(call, [other[place].dout_TH for other in drawn])
@@ -80,9 +85,10 @@ class Pass:
                 score.second += along_T.square().sum().item() / (2 * len(drawn))
         if not block.operands:
             measure_weights(block, call, self.formats)
+        start = self.measures.rows * len(call.x_TH)
         for rows in call.experts():
             block.tokens_E[rows.expert] += len(rows.token_R)
-            measure_rows(block, call, rows, self.formats, products=self.measures.rows < self.sampled)
+            measure_rows(block, call, rows, self.formats, start, products=self.measures.rows < self.sampled)
 
     def _block_of(self, call: Call) -> BlockMeasures:
         known = self.measures.blocks.get(call.block)
@@ -112,6 +118,14 @@ class Pass:
                 yield f"mxfp4 {product}", call.forward("mxfp8", weights=narrow).float() - base_TH
             both = _rounded(_rounded(call.projections, PRODUCTS[0], MXFP4), PRODUCTS[1], MXFP4)
             yield "mxfp4", call.forward("mxfp8", weights=both).float() - base_TH
+
+
+def _not_finite(seen: Sequence[Call], row: int) -> NonFiniteLossError:
+    """The error that names the first block whose input is not finite, in the order of the forward."""
+    blocks = [call.block for call in reversed(seen) if not call.x_TH.isfinite().all()]
+    where = f"from the input of {blocks[0]} on" if blocks else "behind the input of the last block"
+    fix = "The weights are finite: look for values above the dtype's range, as of float16, or use another checkpoint."
+    return NonFiniteLossError.about(f"the loss of row {row} of the text", "finite", f"values that are not {where}", fix)
 
 
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:

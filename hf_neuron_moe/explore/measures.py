@@ -83,3 +83,4 @@ class Measures:
     tokens: int = 0  # with a loss
     loss: float = 0.0  # sum over tokens
     losses: list[float] = field(default_factory=list)  # mean per row
+    flips: dict[str, list[float]] = field(default_factory=dict)  # the same with blocks in mxfp8, by their names

@@ -47,7 +47,7 @@ class Operand:
     signal_EC: Tensor  # sum of squares
     noise_EC: Tensor  # sum of squared differences from what the product sees
     flushed_E: Tensor  # values that are not zero and become it
-    saturated_E: Tensor  # values that get the largest code
+    saturated_E: Tensor  # values beyond the largest code
     count_E: Tensor
     top_token: Tensor = field(default_factory=lambda: torch.tensor([-1], dtype=torch.int64))  # with the largest value
 
@@ -59,7 +59,7 @@ class Operand:
         return cls(*wide, *narrow)
 
     def add(self, expert: int, values_RC: Tensor, seen_RC: Tensor, token_R: Tensor | None = None) -> None:
-        """Add rows of an expert; `seen_RC` is what the product sees of them, `token_R` which tokens they are."""
+        """Add rows of an expert; `seen_RC` is what the product sees of them, `token_R` their places in the text."""
         magnitude_RC = values_RC.abs()
         amax_C, row_C = magnitude_RC.max(dim=0)
         if token_R is not None and amax_C.max() > self.amax_EC.max():
@@ -68,8 +68,8 @@ class Operand:
         self.signal_EC[expert] += magnitude_RC.square().sum(0)
         self.noise_EC[expert] += (values_RC - seen_RC).square().sum(0)
         self.flushed_E[expert] += ((seen_RC == 0) & (values_RC != 0)).sum()
-        if not amax_C.isfinite().all():  # the Neuron rule leaves headroom: only infinities get the largest code
-            self.saturated_E[expert] += (magnitude_RC.isinf() & seen_RC.isfinite()).sum()
+        if token_R is None:  # of weights; the scales of other operands leave room above every finite value
+            self.saturated_E[expert] += saturated(magnitude_RC, seen_RC.abs()).sum()
         self.count_E[expert] += values_RC.numel()
 
     def figures(self) -> dict[str, Any]:
@@ -83,6 +83,7 @@ class Operand:
             "saturated": float(self.saturated_E.sum()) / count if count else math.nan,
             "amax": amax,
             "channel": int(amax_C.argmax()),
+            "channels": [[int(place), float(amax_C[place])] for place in amax_C.topk(min(5, len(amax_C))).indices],
             "expert": int(self.amax_EC.amax(1).argmax()),
             "token": int(self.top_token),
             "channel_ratio": amax / median if median else math.nan,
@@ -92,6 +93,14 @@ class Operand:
         """Return each expert's SQNR in dB; NaN of experts without values."""
         pairs = zip(self.signal_EC.sum(1).tolist(), self.noise_EC.sum(1).tolist(), strict=True)
         return [decibels(signal, noise) for signal, noise in pairs]
+
+
+def saturated(magnitude: Tensor, seen: Tensor) -> Tensor:
+    """Return which values became the largest code from beyond its rounding: 6 of e2m1, from 7 on.
+
+    Other codes with this mantissa, and those of e4m3, never differ from their value by more than a sixth.
+    """
+    return (torch.frexp(seen).mantissa == 0.75) & (6 * magnitude > 7 * seen)
 
 
 def decibels(signal: float, noise: float) -> float:

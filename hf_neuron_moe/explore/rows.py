@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.explore.calls import Call, ExpertRows, intermediate
 from hf_neuron_moe.explore.measures import (
     ACTIVATIONS,
     DW,
@@ -26,6 +25,7 @@ from hf_neuron_moe.explore.measures import (
 from hf_neuron_moe.explore.operand_sums import MXFP4, MXFP8, mx_values
 from hf_neuron_moe.formats.group_fp8 import DEFAULT_GROUP_SIZE, group_dequantize_fp8, group_quantize_fp8
 from hf_neuron_moe.formats.padding import padded_size
+from hf_neuron_moe.training.block_calls import Call, ExpertRows, intermediate
 
 
 def measure_weights(block: BlockMeasures, call: Call, formats: Sequence[str]) -> None:
@@ -50,8 +50,13 @@ def _add_weight(block: BlockMeasures, product: str, expert: int, weight_OK: Tens
         other.add(expert, values, mx_values(values, 1, fmt, OTHER_RULE))
 
 
-def measure_rows(block: BlockMeasures, call: Call, rows: ExpertRows, formats: Sequence[str], *, products: bool) -> None:
-    """Gather one expert's activations and gradients as operands, and if asked the products themselves."""
+def measure_rows(
+    block: BlockMeasures, call: Call, rows: ExpertRows, formats: Sequence[str], start: int, *, products: bool
+) -> None:
+    """Gather one expert's activations and gradients as operands, and if asked the products themselves.
+
+    The call begins at token `start` of the text.
+    """
     with torch.enable_grad():
         pre = [value if value is None else value.requires_grad_() for value in call.pre_activations(rows)]
         leaves = [value for value in pre if value is not None]
@@ -76,11 +81,11 @@ def measure_rows(block: BlockMeasures, call: Call, rows: ExpertRows, formats: Se
             found = seen[of, axis] = [mx_values(values, axis) for values in operands[of]]
             for values, mx in zip(operands[of], found, strict=True):
                 home = block.operand(product + behind, kind, values.shape[1])
-                home.add(rows.expert, values, mx, rows.token_R)
+                home.add(rows.expert, values, mx, rows.token_R + start)
     if "fp8-saved" in formats:
         for product, values in (("gate_up", operands["gate_up"][0]), *(("down", leaf.detach()) for leaf in leaves)):
             home = block.operand(product, SAVED, values.shape[1])
-            home.add(rows.expert, values, _in_groups(values), rows.token_R)
+            home.add(rows.expert, values, _in_groups(values), rows.token_R + start)
     if products:
         _measure_products(block, call, rows.expert, operands, seen)
 

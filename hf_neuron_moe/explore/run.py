@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.errors import ConfigError, NonFiniteWeightsError, not_one_of, public
+from hf_neuron_moe.convert.assign import build_meta_model
+from hf_neuron_moe.convert.io.folder import checkpoint_folder
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, not_one_of, public
 from hf_neuron_moe.explore import fold as folding
 from hf_neuron_moe.explore.advice import advise
-from hf_neuron_moe.explore.explain import FOLD, reason_of
-from hf_neuron_moe.explore.exploration import Exploration, Ranked
+from hf_neuron_moe.explore.explain import reason_of
+from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
+from hf_neuron_moe.explore.inputs import check_finite, checked_rows
 from hf_neuron_moe.explore.measure import Pass
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
 from hf_neuron_moe.explore.measures import FORMATS, PRODUCTS, Measures
 from hf_neuron_moe.explore.precision_plan import DEVICES, costs_of, limit_of, make_plan
 from hf_neuron_moe.explore.state import identity_of, load_state, save_state
-from hf_neuron_moe.explore.text import token_rows
 from hf_neuron_moe.patching import patch_model
 from hf_neuron_moe.training.blocks import patched_blocks
 
 FEWEST_ROWS = 4
 """Rows of text below which neither deviations nor a plan can be trusted."""
+
+ROW_WORK = 6
+"""What measuring a row takes, in forwards of one."""
 
 Progress = Callable[[int, int], None]
 """Called with the units of work that are done, and all of them."""
@@ -47,7 +54,13 @@ class Options:
     verify: int = 4
     draws: int = 1  # sets of labels per row for the second order
     fold: Path | None = None
-    held_out: int = 0  # tokens behind the measured ones, on which the plan's loss is measured
+
+    def fits(self, tokens: int) -> str:
+        """Return the options that so many tokens do for; nothing if none do."""
+        if tokens // self.length >= FEWEST_ROWS:
+            return f"--tokens {tokens // self.length * self.length}"
+        length = tokens // FEWEST_ROWS
+        return f"--tokens {length * FEWEST_ROWS} --length {length}" if length > 1 else ""
 
 
 @public("explore")
@@ -61,41 +74,44 @@ def explore(
 
     Raises:
         ConfigError: an option or the text does not do; NothingToPatchError: the model has no block to look at;
-        NonFiniteWeightsError: it has weights that are not finite.
+        NonFiniteWeightsError: it has weights that are not finite; NonFiniteLossError: its loss is not.
     """
     _check(options)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows_NL = token_rows(text, tokenizer, options.tokens, options.length)
-    if len(rows_NL) < FEWEST_ROWS:
-        needed = FEWEST_ROWS * rows_NL.shape[1]
-        fix = "Give a longer text and more --tokens, or a smaller --length."
-        raise ConfigError.about("tokens", f"at least {needed:,} ({FEWEST_ROWS} rows)", f"{options.tokens:,}", fix)
-    if options.fold is not None:
-        folding.check_destination(options.fold)
+    folder = checkpoint_folder(folder)
+    on_meta = build_meta_model(folder, attention=None)
+    patch_model(on_meta)
+    tokenizer, rows_NL = checked_rows(folder, on_meta, text, options.tokens, options.length, options.fits)
     model = load_model(folder)
     what = (options.tokens, options.length, options.formats, options.draws)
     identity = identity_of(folder, text, what)
     measures = (load_state(state, identity) if state is not None else None) or Measures()
-    flips = options.verify + 3 if options.verify else 2
-    all_work = len(rows_NL) * (4 + flips)
+    flips = min(options.verify, len(patched_blocks(model))) + 2
+    all_work = len(rows_NL) * (ROW_WORK + flips)
 
     def advance(done: int) -> None:
         if progress is not None:
             progress(done, all_work)
 
     one = Pass(model, options.formats, measures, options.draws)
-    advance(4 * measures.rows)
-    for row_L in rows_NL[measures.rows :]:
-        one.run(row_L)
+
+    def save() -> None:
         if state is not None:
             save_state(state, identity, measures)
-        advance(4 * measures.rows)
+
+    advance(ROW_WORK * measures.rows)
+    for row_L in rows_NL[measures.rows :]:
+        one.run(row_L)
+        save()
+        advance(ROW_WORK * measures.rows)
     result = _judged(folder, text, options, measures)
-    result = _verified(model, rows_NL, options, result, lambda step: advance(len(rows_NL) * (4 + step)))
+
+    def flipped(count: int) -> None:
+        save()
+        advance(len(rows_NL) * (ROW_WORK + count))
+
+    _verify(model, rows_NL, options, result, flipped)
     if options.fold is not None:
-        _folded(model, tokenizer, rows_NL, options.fold, result)
+        _fold(model, tokenizer, rows_NL, options.fold, result)
     advance(all_work)
     if state is not None:
         state.unlink(missing_ok=True)
@@ -103,6 +119,13 @@ def explore(
 
 
 def _check(options: Options) -> None:
+    rows = options.tokens // min(options.length, options.tokens)
+    if rows < FEWEST_ROWS:
+        needed = FEWEST_ROWS * options.length
+        fix = "Give a longer text and more --tokens, or a smaller --length."
+        raise ConfigError.about("tokens", f"at least {needed:,} ({FEWEST_ROWS} rows)", f"{options.tokens:,}", fix)
+    if options.fold is not None:
+        folding.check_destination(options.fold)
     for name in options.formats:
         if name not in FORMATS:
             raise not_one_of("formats", name, FORMATS)
@@ -126,16 +149,6 @@ def load_model(folder: Path) -> Any:
     return model
 
 
-def check_finite(model: nn.Module) -> None:
-    """Raise for weights that hold NaN or infinity."""
-    for name, param in model.named_parameters():
-        if not torch.isfinite(param).all():
-            fix = "Find the checkpoint before they appeared."
-            raise NonFiniteWeightsError.about(
-                name, "finite", f"{int((~param.isfinite()).sum()):,} values that are not", fix
-            )
-
-
 def _judged(folder: Path, text: Path, options: Options, measures: Measures) -> Exploration:
     """Rank, explain and plan."""
     planned = [form for form in ("mxfp8", "mxfp4") if form in options.formats]
@@ -154,7 +167,7 @@ def _judged(folder: Path, text: Path, options: Options, measures: Measures) -> E
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
     }
-    names = str(folder), str(text)
+    names = folder.name or str(folder.resolve()), str(text)
     return Exploration(*names, options.formats, measures, ranking, plan, frozen, advice, environment=environment)
 
 
@@ -172,44 +185,48 @@ def _ranked(measures: Measures, form: str) -> list[Ranked]:
     return sorted(rows, key=lambda row: -row.predicted)
 
 
-def _verified(
-    model: Any, rows_NL: Tensor, options: Options, result: Exploration, advance: Callable[[int], None]
-) -> Exploration:
-    """Measure the loss of uniform precisions, of the plan, and with single blocks in mxfp8."""
-    names, base = list(result.measures.blocks), result.loss
-    maps = {"mxfp8": dict.fromkeys(names, "mxfp8"), "plan": result.plan.precisions}
-    result.measured["bf16"] = base
-    step = 0
-    for label, precisions in maps.items():
-        with at_precisions(model, precisions):
-            result.measured[label] = _mean(losses_of(model, rows_NL))
-        advance(step := step + 1)
-    ranked = result.ranking.get("mxfp8", [])
-    measured = {}
-    for name in spread_over([row.block for row in ranked], options.verify):
-        with at_precisions(model, {name: "mxfp8"}):
-            measured[name] = _mean(losses_of(model, rows_NL)) - base
-        advance(step := step + 1)
-    if ranked:
-        result.ranking["mxfp8"] = [replace(row, measured=measured.get(row.block)) for row in ranked]
-    return result
+def _verify(model: Any, rows_NL: Tensor, options: Options, result: Exploration, flipped: Callable[[int], None]) -> None:
+    """Measure the loss of uniform mxfp8, of the plan, and with single blocks in mxfp8."""
+    measures, names = result.measures, list(result.measures.blocks)
+    planned = [name for name, precision in result.plan.precisions.items() if precision == "mxfp8"]
+    singles = spread_over([row.block for row in result.ranking["mxfp8"]], options.verify)
+    known = measures.flips
+    known[""] = measures.losses  # of no block in mxfp8
+    changes: dict[str, tuple[float, float]] = {}
+    for count, blocks in enumerate([names, planned, *([name] for name in singles)], 1):
+        key = " ".join(blocks)
+        if key not in known:
+            with at_precisions(model, dict.fromkeys(blocks, "mxfp8")):
+                known[key] = losses_of(model, rows_NL)
+        differences = [one - other for one, other in zip(known[key], measures.losses, strict=True)]
+        changes[key] = fmean(differences), standard_error(differences)
+        flipped(count)
+    for label, blocks in (("bf16", []), ("mxfp8", names), ("plan", planned)):
+        change, result.measured_errors[label] = changes.get(" ".join(blocks), (0.0, 0.0))
+        result.measured[label] = result.loss + change
+    rows = [(row, changes.get(row.block, (None, None))) for row in result.ranking["mxfp8"]]
+    result.ranking["mxfp8"] = [replace(row, measured=change, measured_error=error) for row, (change, error) in rows]
+    reach, limit = 2 * result.measured_errors["mxfp8"], result.plan.limit
+    if reach > limit:
+        needed = math.ceil(rows_NL.numel() * (reach / limit) ** 2 / rows_NL.shape[1]) * rows_NL.shape[1]
+        result.advice.append(
+            f"This text is short for the limit: {rows_NL.numel():,} tokens tell the change by uniform mxfp8 within "
+            f"± {100 * reach / result.loss:.2g} % (two standard errors). About {needed:,} tokens are needed."
+        )
 
 
-def _folded(model: Any, tokenizer: Any, rows_NL: Tensor, destination: Path, result: Exploration) -> None:
-    """Fold every outlier that was found, measure again, and write the checkpoint."""
-    form = next(iter(result.ranking))
-    rows = [row for row in result.ranking[form] if row.reason.remedy_kind == FOLD and row.reason.outlier is not None]
-    if not rows:
-        fix = "Leave out --fold: no block has an outlier channel that costs it bits."
-        raise ConfigError.about("fold", "left out where there is nothing to fold", str(destination), fix)
-    outliers = {row.block: row.reason.outlier for row in rows if row.reason.outlier is not None}
-    result.folds += [each.text for each in folding.fold(model, outliers, rows_NL[0])]
-    names = list(result.measures.blocks)
+def _fold(model: Any, tokenizer: Any, rows_NL: Tensor, destination: Path, result: Exploration) -> None:
+    """Fold the outliers that were found, block by block; measure again, and write the checkpoint if any was folded."""
+    for row in result.ranking["mxfp8"]:
+        if row.reason.outliers:
+            try:
+                result.folds += [each.text for each in folding.fold(model, row.block, row.reason.outliers, rows_NL[0])]
+            except UnsupportedModelError as error:
+                result.not_folded.append(str(error))
+    if not result.folds:
+        result.not_folded.append(f"{destination} was not written: no block has an outlier channel that can be folded.")
+        return
     for precision in ("bf16", "mxfp8"):
-        with at_precisions(model, dict.fromkeys(names, precision)):
-            result.folded[precision] = _mean(losses_of(model, rows_NL))
+        with at_precisions(model, dict.fromkeys(result.measures.blocks, precision)):
+            result.folded[precision] = fmean(losses_of(model, rows_NL))
     folding.save_folded(model, tokenizer, destination)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

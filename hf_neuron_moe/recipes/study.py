@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.config import NeuronMoEConfig
@@ -23,11 +23,11 @@ from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.io.file_hashes import hash_file
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE, checkpoint_folder
 from hf_neuron_moe.convert.io.source import read_source
-from hf_neuron_moe.errors import ConfigError, DestinationError, NeuronMoEError, public
-from hf_neuron_moe.explore.text import token_rows
+from hf_neuron_moe.errors import DestinationError, NeuronMoEError, public
+from hf_neuron_moe.explore.inputs import check_finite, checked_rows
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.recipes.loss_differences import compared, paired
-from hf_neuron_moe.recipes.variant_runs import Run, Setting, fitting_steps, store, stored, trained
+from hf_neuron_moe.recipes.variant_runs import Run, Setting, store, stored, trained
 from hf_neuron_moe.training.run_files import environment
 
 STOCK = "stock"
@@ -65,8 +65,9 @@ class RecipeStudy:
         self.setting, self.folder = setting, folder
         files = (CONFIG_FILE, *read_source(self.directory).files)
         model_on_meta = build_meta_model(self.directory, attention=None)
-        self.blocks = _blocks(model_on_meta, recipes, setting.length)
-        rows_NL = _rows(self.directory, text, setting, model_on_meta.config.get_text_config().vocab_size)
+        self.blocks = _blocks(model_on_meta, recipes)
+        fits = setting.fits
+        _, rows_NL = checked_rows(self.directory, model_on_meta, text, setting.tokens, setting.length, fits)
         self.rows = rows_NL[: setting.steps * setting.batch], rows_NL[setting.steps * setting.batch :]
         self.identity = {
             "model": {file: hash_file(self.directory / file) for file in files},
@@ -86,6 +87,7 @@ class RecipeStudy:
         config, path = self.variants[variant], self._path(variant, seed)
         gc.collect()  # the run before is full of circles, which hold its model and optimizer
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        check_finite(model)
         if config is not None:
             patch_model(model, config)
         measured = trained(model, self.blocks, self.rows, self.setting, Run(path.with_suffix(""), seed, told))
@@ -140,12 +142,8 @@ def _column(results: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any
     return {seed: result[key] for seed, result in results.items()}
 
 
-def _blocks(model: PreTrainedModel, recipes: Mapping[str, NeuronMoEConfig], length: int) -> list[str]:
+def _blocks(model: PreTrainedModel, recipes: Mapping[str, NeuronMoEConfig]) -> list[str]:
     """Names of the blocks that are patched, once every recipe was tried on the model without weights."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and length > context:
-        fix = f"Pass --length {context} or less."
-        raise ConfigError.about("length", f"at most {context}, the positions of this model", length, fix)
     blocks = [entry.name for entry in patch_model(model).patched]
     unpatch_model(model)
     for name, config in recipes.items():
@@ -155,23 +153,3 @@ def _blocks(model: PreTrainedModel, recipes: Mapping[str, NeuronMoEConfig], leng
             raise type(error)(f"recipe {name}: {error}") from error
         unpatch_model(model)
     return blocks
-
-
-def _rows(directory: Path, text: Path, setting: Setting, vocabulary: int) -> torch.Tensor:
-    """The text's rows of tokens ``[N, L]``, as many as a run needs."""
-    fix = "Save the model's tokenizer there with save_pretrained."
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        got = f"{directory}, of which transformers says: {' '.join(str(error).split())[:200]}"
-        raise ConfigError.about("model", "a folder with a tokenizer", got, fix) from error
-
-    def fewer(tokens: int) -> str:
-        steps = fitting_steps(tokens // (setting.length * setting.batch))
-        return f"--steps {steps}" if steps else "a smaller --batch or --length"
-
-    rows_NL = token_rows(text, tokenizer, setting.tokens, setting.length, less=fewer)
-    if (largest := int(rows_NL.max())) >= vocabulary:
-        expected = f"a folder with a tokenizer of the model's {vocabulary:,} tokens"
-        raise ConfigError.about("model", expected, f"token {largest:,} in {directory}", fix)
-    return rows_NL

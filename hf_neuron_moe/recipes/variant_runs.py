@@ -47,6 +47,11 @@ class Setting:
         """Tokens that a run needs: each is read once, in training or in evaluation."""
         return (self.steps + self.held_out) * self.batch * self.length
 
+    def fits(self, tokens: int) -> str:
+        """Return the options that so many tokens do for."""
+        steps = fitting_steps(tokens // (self.length * self.batch))
+        return f"--steps {steps}" if steps else "a smaller --batch or --length"
+
 
 def fitting_steps(count: int) -> int:
     """Return the steps of the longest run that `count` batches are enough for, those held out included."""

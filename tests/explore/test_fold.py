@@ -34,10 +34,10 @@ def test_a_planted_channel_is_named_and_folded_away(family: str, plant: Any, tmp
     found = reasons(model, row_L)
     (name,) = [name for name, reason in found.items() if reason.remedy_kind == FOLD]
     assert "layers.1" in name and "channel 37 is 2**" in found[name].text
-    outlier = found[name].outlier
-    assert outlier is not None and outlier.channel == 37
+    (outlier,) = found[name].outliers
+    assert outlier.channel == 37 and "of layer 1" in found[name].text
     before = model(input_ids=row_L[None]).logits
-    (done,) = fold(model, {name: outlier}, row_L)
+    (done,) = fold(model, name, [outlier], row_L)
     assert done.power == -round(math.log2(outlier.ratio))
     assert torch.equal(model(input_ids=row_L[None]).logits, before)
     assert all(reason.remedy_kind != FOLD for reason in reasons(model, row_L).values())
@@ -54,7 +54,7 @@ def test_weights_are_as_they_were_where_folding_fails(
 ) -> None:
     model = loaded(checkpoint(tmp_path / "model"))
     before = {name: param.clone() for name, param in model.named_parameters()}
-    outliers = {"model.layers.0.mlp": Outlier(product, 3, 0, 2.0**10, 2.0)}
+    outlier = Outlier(product, 3, 0, 2.0**10, 2.0)
     if product == "down":  # 2**-10 of the smallest number is zero
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight[3, 0] = before["model.layers.0.mlp.up_proj.weight"][3, 0] = 1e-45
@@ -64,7 +64,7 @@ def test_weights_are_as_they_were_where_folding_fails(
         monkeypatch.setattr(norm, "forward", lambda x: x * (1 + norm.weight))
         match = "equal to the original within a rounding"
     with pytest.raises(UnsupportedModelError, match=match):
-        fold(model, outliers, torch.randint(3, 200, (16,)))
+        fold(model, "model.layers.0.mlp", [outlier], torch.randint(3, 200, (16,)))
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
