@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,9 +78,14 @@ def _prepare() -> None:
 
 def _run(options: Options, words: list[str], check_only: bool, as_json: bool) -> None:
     import torch
+    from datasets import disable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
 
     from hf_neuron_moe.finetune.run import TrainingInterrupted, check, finetune
 
+    if as_json or not sys.stderr.isatty():  # bars fill a log with their steps
+        disable_progress_bar()
+        disable_progress_bars()
     try:
         if check_only:
             _, data = check(options)

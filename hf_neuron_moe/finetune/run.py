@@ -98,7 +98,7 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
                 train_dataset=data.train,
                 eval_dataset=data.held_out,
                 processing_class=tokenizer,
-                peft_config=adapters(options.lora),
+                peft_config=adapters(options.lora, model),
                 **more,
             )
     except NeuronMoEError:
@@ -159,10 +159,11 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
         trainer.save_metrics("eval", measured)
         metrics |= measured
     trainer.save_state()
-    trainer.save_model(str(out))
-    trainer.create_model_card()
     if options.training.push_to_hub:
-        trainer.push_to_hub()
+        trainer.push_to_hub()  # saves, and writes the card
+    else:
+        trainer.save_model(str(out))
+        trainer.create_model_card()
     if options.lora.lora_merge and trainer.is_world_process_zero():
         save_merged(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, out / MERGED)
     if trainer.is_world_process_zero():

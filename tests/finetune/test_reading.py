@@ -1,4 +1,4 @@
-"""Options from files and the command line: the package's configurations, types, and what is an error with which hint."""
+"""Options from files and the command line: configurations, types, and what is an error with which hint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_configuration_patches_its_family_as_it_says(name: str) -> None:
     assert report is not None
     assert len(report.patched) == 2 and not report.refused and not report.skipped
     assert report.config.precision == options.training.neuron_precision
-    found = adapters(options.lora)
+    found = adapters(options.lora, model)
     assert (found is None) == (options.lora.lora_rank == 0)
 
 
@@ -217,7 +217,7 @@ def test_adapters_that_could_not_be_saved_are_an_error_before_training() -> None
     options = options_of("tiny-llama", "--lora_rank", "2", "--lora_parameters", "mlp.down_proj")
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     patch_model(model, {"weights": "kernel"})
-    config = adapters(options.lora)
+    config = adapters(options.lora, model)
     assert config is not None
     with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
         refuse_unsavable_adapters(get_peft_model(model, config))
@@ -230,3 +230,11 @@ def test_keys_are_listed_short_or_all() -> None:
     assert "--no_neuron_patch" not in whole.format_help()
     assert "--adam_beta1" in whole.format_help() and "--adam_beta1" not in short.format_help()
     assert "--loss_weights" in dpo.format_help()
+
+
+def test_the_files_of_the_documentation_read(tmp_path: Path, repo_root: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (repo_root / "docs" / "train.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
+        read_options([str(tmp_path / "mine.yaml"), "--use_cpu", "--model", "MODEL_DIR"])

@@ -31,7 +31,7 @@ SELF_CONTAINED = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("get-started", "how-to", "concepts", "reference", "integrations", "explore", "convert")
+        for name in ("get-started", "train", "how-to", "concepts", "reference", "integrations", "explore", "convert")
     ),
 )
 """Pages whose examples need nothing but what they import. docs/kernels.md has a test of its own, and those of
