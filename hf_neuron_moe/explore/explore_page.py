@@ -160,20 +160,16 @@ def _operands(result: Exploration) -> Section:
             unit="times",
         ),
     ]
-    saturated = picture("saturated", 100.0)
-    if any(any(row) for row in saturated):
-        words = "A heat map of blocks and operands in percent; the table below has the values."
-        maps.append(heat_map(names, columns, saturated, title="Values that saturate", alt=words, unit="%", low=0.0))
     products = [
         [name, product, facts[0] and 10 * math.log10(facts[0] / facts[1]) if facts[1] else None]
         for name, block in blocks.items()
         for product, facts in block.products.items()
     ]
-    none = "" if any(any(row) for row in saturated) else " No value saturates."
+    saturated = max(max(row) for row in picture("saturated", 100.0))
     text = (
         "Products read activations (x), weights (W) and gradients (dy) in blocks of 32 values with one scale. "
         f"{DX} is the gradient of a projection's input, {DW} that of its weights. W4 are weights in mxfp4, x saved are "
-        f"activations that are saved in FP8.{none}"
+        f"activations that are saved in FP8. Scales leave room above the largest value: {saturated:.3g} % saturate."
     )
     facts = ("amax", "channel", "expert", "token")
     largest: list[list[Cell]] = [
