@@ -26,9 +26,6 @@ _EXTRA = {f"{product} {short}": f"{product} {kind}" for product in PRODUCTS for 
 _SHORT = {key: short for short, key in (_COLUMNS | _EXTRA).items()}
 """Short names of operands."""
 
-SPELLED_OUT = 5
-"""Blocks whose reason and remedy are paragraphs, not only cells."""
-
 
 def write_explore_page(result: Exploration, path: Path) -> int:
     """Write the page whole or not at all; return its size in bytes."""
@@ -82,8 +79,8 @@ def _rankings(result: Exploration) -> list[Section]:
             title=f"Predicted change of the loss, one block in {form} at a time",
             alt=f"Bars of {len(rows)} blocks from {max(percent):.3g} % to {min(percent):.3g} %.",
         )
-        words = [f"{row.block}: {row.reason.text} {row.reason.remedy}" for row in rows[:SPELLED_OUT]]
-        parts: list[Part] = [bars, *_measured(result, rows), *words, _reasons(result, rows)]
+        words = Table(["block", "why", "remedy"], [[row.block, row.reason.text, row.reason.remedy] for row in rows])
+        parts: list[Part] = [bars, *_measured(result, rows), words, _figures(result, rows)]
         sections.append(Section(f"Blocks in {form}, worst first", parts))
     return sections
 
@@ -106,18 +103,18 @@ def _measured(result: Exploration, rows: list[Ranked]) -> list[Part]:
     ]
 
 
-def _reasons(result: Exploration, rows: list[Ranked]) -> Table:
+def _figures(result: Exploration, rows: list[Ranked]) -> Table:
     def percent(value: float | None) -> float | None:
         return None if value is None else 100 * value / result.loss
 
     products = [product for product in PRODUCTS if product in rows[0].products]
     shares = [f"of it {product}, %" for product in products]
-    columns = ["block", "predicted, %", *shares, "deviation, %", "measured, %", "±", "why", "remedy"]
+    columns = ["block", "predicted, %", *shares, "deviation, %", "measured, %", "±"]
     lines: list[list[Cell]] = []
     for row in rows:
         parts = [percent(row.products[product]) for product in products]
         measured = [percent(value) for value in (row.deviation, row.measured, row.measured_error)]
-        lines.append([row.block, percent(row.predicted), *parts, *measured, row.reason.text, row.reason.remedy])
+        lines.append([row.block, percent(row.predicted), *parts, *measured])
     return Table(columns, lines)
 
 
