@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity_study"))
 
 import torch
-from demo_report import machine
 from rich.console import Console
 from rich.table import Table
 from study_models import SUBJECTS, Study, Subject
@@ -36,7 +35,7 @@ from study_runs import Run, do, known_result, planned
 from study_summary import FP32_HEADINGS, HEADINGS, fp32_rows, markdown, rows, summarize, verdict
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.setting import restart_with_isa
+from benchmarks.setting import machine, restart_with_isa
 
 PROGRESS_S = 10.0
 

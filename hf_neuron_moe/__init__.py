@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         set_backend as set_backend,
         unpatch_model as unpatch_model,
     )
+    from hf_neuron_moe.patching.auto_model import AutoNeuronMoEModelForCausalLM as AutoNeuronMoEModelForCausalLM
     from hf_neuron_moe.training import (
         NeuronMoEArguments as NeuronMoEArguments,
         NeuronMoECallback as NeuronMoECallback,
@@ -55,6 +56,7 @@ _NAMES, __getattr__ = lazy(
             "set_backend",
             "unpatch_model",
         ),
+        "patching.auto_model": ("AutoNeuronMoEModelForCausalLM",),
         "training": (
             "NeuronMoEArguments",
             "NeuronMoECallback",

@@ -119,6 +119,10 @@ class NonFiniteLossError(NeuronMoEError, FloatingPointError):
     """A loss is NaN or infinite."""
 
 
+class GuardError(NeuronMoEError, RuntimeError):
+    """The guard stopped a training: a figure of a product left its band."""
+
+
 class ConversionError(NeuronMoEError, RuntimeError):
     """A checkpoint cannot be converted; the destination is left exactly as it was."""
 

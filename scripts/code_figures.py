@@ -52,9 +52,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "explore": GROUND
     | {"checks", "formats", "backends", "modules", "patching", "training", "convert", "device", "report"},
     "recipes": GROUND | {"patching", "training", "convert", "explore", "report"},
-    "finetune": GROUND | {"checks", "patching", "training", "convert", "device"},
+    "demo": GROUND | {"patching", "training", "report", "recipes"},
+    "finetune": GROUND | {"checks", "backends", "modules", "patching", "training", "convert", "quantizers", "device"},
     "cli": GROUND
-    | {"backends", "patching", "training", "convert", "device", "report", "explore", "recipes", "finetune"},
+    | {"backends", "patching", "training", "convert", "device", "report", "explore", "recipes", "finetune", "demo"},
     "__init__": GROUND | {"modules", "patching", "quantizers", "training"},
 }
 

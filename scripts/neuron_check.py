@@ -13,12 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from finetune_checks import asks_for_kernels, check_kernels, check_resume, check_training
-from finetune_folder import check_weights
-from finetune_needs import check_needs
-from finetune_options import Options, check_files, parse
-from finetune_places import check_places
-
 from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
@@ -26,6 +20,11 @@ from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.device.installed import Installation, inspect_installation
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_SDK, DocumentedAdapter
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError
+from hf_neuron_moe.finetune.checks import check_files, check_resume, check_run, check_training
+from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
+from hf_neuron_moe.finetune.model_files import check_places, check_weights, read_config
+from hf_neuron_moe.finetune.options import Options
+from hf_neuron_moe.finetune.reading import located, read_options
 from hf_neuron_moe.precision_map import spelled
 
 CORES_PER_CHIP = 8
@@ -57,16 +56,18 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     lnc = versions.lnc()
     lines = process_lines(chip, lnc, count_processes(processes, chip, lnc))
     # TrainingArguments ask the device whether it has bf16; there is none here.
-    options = parse([*words, "--use_cpu", "true"])
-    lines += check_options(options)
-    check_resume(options)
-    check_files(options.data)
-    unknown = check_places(options.model, needed=False)
-    lines += unknown + check_weights(options.model.model, needed=False)
-    check_training(options)
-    if asks_for_kernels(options.training):
-        found = check_kernels(options, Device(chip, lnc), DocumentedAdapter(), online=not unknown)
-        lines += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
+    options = read_options([*words, "--use_cpu", "true"])
+    with located(options.places):
+        lines += check_options(options)
+        check_resume(options)
+        check_files(options)
+        unknown = check_places(options.model, needed=False)
+        lines += unknown + check_weights(options.model.model, needed=False)
+        config = read_config(options.model, online=not unknown)
+        check_training(options, config)
+        if asks_for_kernels(options):
+            found = check_kernels(options, config, Device(chip, lnc), DocumentedAdapter())
+            lines += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
     return lines
 
 
@@ -85,19 +86,19 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     lnc = versions.lnc()
     count = count_processes(processes, chip, lnc)
     check_devices(found, count)
-    options = parse(words)
-    lines = process_lines(chip, lnc, count) + check_options(options)
-    check_resume(options)
-    check_needs(options.training)
-    check_files(options.data)
-    check_places(options.model)
-    check_weights(options.model.model)
-    check_training(options)
-    if asks_for_kernels(options.training):
-        if options.training.neuron_backend == "neuron" and found.unsupported_reason is not None:
+    options = read_options(words)
+    with located(options.places):
+        lines = process_lines(chip, lnc, count) + check_options(options)
+        if (
+            asks_for_kernels(options)
+            and options.training.neuron_backend == "neuron"
+            and found.unsupported_reason is not None
+        ):
             remedy = found.first_steps[0]
             raise _bad("neuron_backend", "one that can run here", f"neuron, and {found.unsupported_reason}", remedy)
-        lines += check_kernels(options, Device(chip, lnc), Adapter())
+        config = check_run(options)
+        if asks_for_kernels(options):
+            lines += check_kernels(options, config, Device(chip, lnc), Adapter())
     return lines
 
 

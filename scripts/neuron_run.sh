@@ -1,6 +1,6 @@
 # Sourced by run_trn2.sh and run_trn3.sh: check the machine, then train with torchrun, one process per logical core.
 #
-#   neuron_run CONFIG CHIP [options of finetune.py ...]
+#   neuron_run CONFIG CHIP [options of `hf-neuron-moe train` ...]
 #
 # Settings: NPROC (processes; default: the logical cores of one chip, 4 at LNC 2), PYTHON (default python), CACHE (of
 # compiled kernels and graphs), SKIP_DOCTOR=1, and DRY_RUN=1: check what can be told on any machine (options, files,
@@ -26,7 +26,7 @@ import importlib.util
 import sys
 
 sys.path[:] = filter(None, sys.path)  # without this folder: what counts is what is installed
-needed = ("hf_neuron_moe", "torch", "transformers", "datasets", "peft", "yaml")
+needed = ("hf_neuron_moe", "torch", "transformers", "datasets", "peft", "trl", "yaml")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"error: {sys.executable} has no {', '.join(missing)}. Activate the environment of docs/neuron.md (pip "
@@ -43,7 +43,7 @@ PY
     fi
     local processes="${NPROC:-$cores}"
     local command=("$python" -m torch.distributed.run "${group[@]}" --nproc_per_node "$processes"
-        scripts/finetune.py "$config" "$@")
+        -m hf_neuron_moe train "$config" "$@")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         "$python" scripts/neuron_check.py "$chip" "$processes" --dry "$config" "$@" || return 2
         env | grep -E '^(HF_NEURON_MOE_|NEURON_|NKI_|NKILIB_|TORCH_NEURONX_|TORCH_DEVICE_BACKEND_|HF_DEACTIVATE_|FI_)' | sort

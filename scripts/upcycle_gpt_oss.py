@@ -4,10 +4,10 @@
     python scripts/upcycle_gpt_oss.py --model .cache/smollm2-135m-instruct --layers 16 --out .cache/smollm2-gpt-oss
 
 Attention, norms and embeddings are copied, every expert starts from its layer's MLP, the router is new
-(``upcycle_mixtral.py``). gpt-oss's gate computes a Llama's MLP with other numbers: ``silu(g)`` is 1.702 times its
-``x s(1.702 x)`` at ``x = g / 1.702``, and a bias of -1 takes its ``up + 1`` back. Attention's sinks are so low that
-they take nothing. With ``noise=0`` the model computes what the Llama computes, as far as no value meets gpt-oss's
-limits of 7.
+(``hf_neuron_moe/demo/upcycle.py``). gpt-oss's gate computes a Llama's MLP with other numbers: ``silu(g)`` is 1.702
+times its ``x s(1.702 x)`` at ``x = g / 1.702``, and a bias of -1 takes its ``up + 1`` back. Attention's sinks are so
+low that they take nothing. With ``noise=0`` the model computes what the Llama computes, as far as no value meets
+gpt-oss's limits of 7.
 
 ``--bf16`` leaves the experts as they are; else each 32 weights are rounded to E2M1 with a common power of two.
 """
@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
-from upcycle_mixtral import (
+
+from hf_neuron_moe.demo.upcycle import (
     LAYER_CHOICES,
     ROUTER_STD,
     SHARED_OPTIONS,
@@ -49,7 +50,7 @@ def upcycle(
 ) -> GptOssForCausalLM:
     """Return a gpt-oss made from a Llama's weights, in its dtype and in eval mode.
 
-    Arguments are those of ``upcycle_mixtral.upcycle``. Experts are ``gate_up_proj [E, H, 2I]``, gate and up in turn,
+    Arguments are those of ``demo.upcycle.upcycle``. Experts are ``gate_up_proj [E, H, 2I]``, gate and up in turn,
     and ``down_proj [E, I, H]``.
 
     Raises:

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-FOLDERS = ("hf_neuron_moe", "tests", "docs", "scripts", "configs", "benchmarks", "data")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md", ".pre-commit-config.yaml")
+FOLDERS = ("hf_neuron_moe", "tests", "docs", "scripts", "configs", "benchmarks", "data", "examples", ".github", ".ci")
+FILES = (
+    *("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+    *("CITATION.cff", "constraints.txt", "mkdocs.yml", "Dockerfile", ".dockerignore", ".pre-commit-config.yaml"),
+)
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 

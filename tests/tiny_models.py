@@ -202,6 +202,7 @@ _LATER: dict[str, dict[str, Any]] = {
         "rel_extent": 16,
         "mlp_gate_softcap": 0.5,
         "mlp_up_softcap": 1.0,
+        "unpadded_vocab_size": 64,
     },
 }
 LATER_GATES = tuple(family for family in _LATER if family in CONFIG_MAPPING)

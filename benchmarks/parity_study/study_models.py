@@ -5,13 +5,10 @@ Legend: B sequences per batch, L tokens per sequence, N windows, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import get_smollm2
 import torch
-from demo_text import DATA, token_windows
 from safetensors.torch import load_model, save_model
 from study_train import train
 from torch import Tensor
@@ -24,8 +21,10 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
 )
-from upcycle_mixtral import choose_layers, upcycle
 
+from hf_neuron_moe.demo.smollm2 import obtain
+from hf_neuron_moe.demo.speeches import encoder, speeches, token_windows
+from hf_neuron_moe.demo.upcycle import choose_layers, upcycle
 from hf_neuron_moe.recipes.variant_runs import batches
 
 TEXT_TOKENS = 50_000
@@ -125,9 +124,9 @@ class Study:
         Most of a small model's time goes into the head over 49,152 tokens, which is the same for every variant.
         """
         if self._llama is None or self._ids is None:
-            folder = self._model_dir or get_smollm2.obtain()
+            folder = self._model_dir or obtain(Path(__file__).resolve().parents[2] / ".cache" / "smollm2-135m-instruct")
             llama = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            stream = token_windows(AutoTokenizer.from_pretrained(folder), "train", 1).flatten()[:TEXT_TOKENS]
+            stream = token_windows(encoder(AutoTokenizer.from_pretrained(folder)), "train", 1).flatten()[:TEXT_TOKENS]
             used_V, self._ids = stream.unique(return_inverse=True)
             self._llama = with_vocabulary(llama, used_V)
         return self._llama, self._ids
@@ -135,8 +134,7 @@ class Study:
 
 def text_bytes() -> Tensor:
     """Return the training speeches as one stream of UTF-8 bytes, ``[T]`` int64."""
-    lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    text = "\n".join(json.loads(line)["text"] for line in lines)
+    text = "\n".join(text for _, text in speeches("train"))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 

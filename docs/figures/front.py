@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from drawing import picture, text
+
 FIGURES = Path(__file__).resolve().parent
 RECORD, PICTURE, CONCEPTS = FIGURES / "front.json", FIGURES / "front.svg", FIGURES.parent / "concepts.md"
 PART = "Mixture of experts"
@@ -25,18 +27,11 @@ LEFT, TOP, BOTTOM, PLOT = 56, 84, 284, 350  # the curves' frame: left, top and b
 BARS, BAR_WIDTH, ROW = 600, 200, 15.5  # the bars: left edge, width of the largest, height of a row
 
 STYLE = """
-  .back { fill: #ffffff; stroke: #d1d9e0 } .grid { stroke: #d1d9e0 }
-  text { fill: #1f2328; font: 12px -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif }
-  .title { font-size: 14px; font-weight: 600 } .muted { fill: #59636e }
-  .line { fill: none; stroke-linejoin: round }
-  .line.stock { stroke: #afb8c1; stroke-width: 6 } .bar.stock { fill: #8c959f }
-  .line.bf16 { stroke: #0969da; stroke-width: 2.2 } .bar { fill: #0969da }
+  .line { fill: none; stroke-linejoin: round } .line.stock { stroke: #afb8c1; stroke-width: 6 }
+  .line.bf16 { stroke: #0969da; stroke-width: 2.2 }
   .line.mxfp8 { stroke: #bc4c00; stroke-width: 2; stroke-dasharray: 5 4 }
   @media (prefers-color-scheme: dark) {
-    .back { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
-    text { fill: #f0f6fc } .muted { fill: #9198a1 }
-    .line.stock { stroke: #656c76 } .bar.stock { fill: #656c76 }
-    .line.bf16 { stroke: #58a6ff } .bar { fill: #58a6ff } .line.mxfp8 { stroke: #ffa657 }
+    .line.stock { stroke: #656c76 } .line.bf16 { stroke: #58a6ff } .line.mxfp8 { stroke: #ffa657 }
   }
 """
 
@@ -68,11 +63,6 @@ def saved_bytes(page: str) -> dict[str, dict[str, float]]:
         name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
         rows[name] = dict(zip(policies, map(float, cells), strict=True))
     return rows
-
-
-def text(x: float, y: float, content: str, *, kind: str = "", anchor: str = "start") -> str:
-    """Return a line of text; `kind` is its class."""
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{content}</text>'
 
 
 def curves(losses: dict[str, list[float]]) -> list[str]:
@@ -126,28 +116,20 @@ def bars(rows: dict[str, dict[str, float]]) -> list[str]:
 
 
 def draw(recorded: dict[str, Any], rows: dict[str, dict[str, float]]) -> str:
-    """Return the picture. It has its own background, so that it can be read on any page."""
+    """Return the picture."""
     losses = recorded["losses"]
     ends = ", ".join(f"{name} {values[0]:.2f} to {values[-1]:.2f}" for name, values in losses.items())
     saved = "; ".join(f"{block} " + ", ".join(f"{p} {k:.1f}" for p, k in rows[block].items()) for block in BLOCKS)
+    parts = [
+        text(20, 34, "Training loss of the demo's Mixtral (nats)", kind="title"),
+        *curves(losses),
+        text(BARS - 100, 34, "Saved for backward, KiB per token and block", kind="title"),
+        *bars(rows),
+        text(BARS - 100, HEIGHT - 16, "bf16 blocks; policies of NeuronMoEConfig(activations=...)", kind="muted"),
+    ]
     title = "Losses of the demo, and saved bytes per token by activation policy"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            'aria-labelledby="title desc">',
-            f'<title id="title">{title}</title>',
-            f'<desc id="desc">Training loss, first to last step: {ends}. KiB saved per token: {saved}.</desc>',
-            f"<style>{STYLE}</style>",
-            f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
-            text(20, 34, "Training loss of the demo's Mixtral (nats)", kind="title"),
-            *curves(losses),
-            text(BARS - 100, 34, "Saved for backward, KiB per token and block", kind="title"),
-            *bars(rows),
-            text(BARS - 100, HEIGHT - 16, "bf16 blocks; policies of NeuronMoEConfig(activations=...)", kind="muted"),
-            "</svg>",
-            "",
-        ]
-    )
+    what = f"Training loss, first to last step: {ends}. KiB saved per token: {saved}."
+    return picture((WIDTH, HEIGHT), title, what, parts, STYLE)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def _size(text: str) -> Any:
 
 def estimate(
     model_dir: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Folder with config.json, such a file, or a hub id org/name.")
+        Path, typer.Argument(metavar="MODEL", help="Folder with config.json, such a file, or a Hub id org/name.")
     ],
     tokens: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per step and device.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Sequences per step and device.")] = None,
@@ -168,10 +168,10 @@ def _check_layout(sizes: dict[str, int], fit: str | None, devices: int | None, d
 def _original_model(model_dir: Path) -> PreTrainedModel:
     """The model; what a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
     from hf_neuron_moe.convert.assign import build_meta_model
-    from hf_neuron_moe.convert.io.folder import is_conversion, resolve_source
+    from hf_neuron_moe.convert.io.folder import is_conversion
 
     quiet_transformers()
-    with model_folder(resolve_source(model_dir, weights=False)) as folder:
+    with model_folder(model_dir) as folder:
         if is_conversion(folder):
             fix = (
                 "The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the blocks "

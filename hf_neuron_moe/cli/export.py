@@ -24,7 +24,9 @@ def export(
     Bit for bit from bf16 layouts; from MX only the dequantized values, and only with --allow-inexact.
     """
     from hf_neuron_moe.convert import export_checkpoint
+    from hf_neuron_moe.convert.io.folder import resolve_source
 
+    converted = resolve_source(converted)
     with watching("exporting") as (_, progress):
         report = export_checkpoint(converted, destination, allow_inexact=allow_inexact, progress=progress)
     exactness = "all bit for bit" if not report.inexact else f"{len(report.inexact)} of them not bit for bit"

@@ -14,6 +14,7 @@ from hf_neuron_moe.cli.exit_codes import EXIT_CODES
 from hf_neuron_moe.errors import public
 
 COMMANDS = (
+    "demo",
     "plan",
     "convert",
     "finalize",
@@ -21,6 +22,7 @@ COMMANDS = (
     "verify",
     "inspect",
     "estimate",
+    "train",
     "report",
     "parity",
     "doctor",
@@ -60,7 +62,9 @@ def application() -> typer.Typer:
     app.callback()(settings)
     for command in COMMANDS:
         name = command.replace("-", "_")
-        app.command(command)(public(command)(getattr(importlib.import_module(f"hf_neuron_moe.cli.{name}"), name)))
+        module = importlib.import_module(f"hf_neuron_moe.cli.{name}")
+        settings_of = getattr(module, "CONTEXT", None)
+        app.command(command, context_settings=settings_of)(public(command)(getattr(module, name)))
     return app
 
 

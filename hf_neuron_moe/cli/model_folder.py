@@ -1,4 +1,4 @@
-"""The model that a command looks at: a folder, or its ``config.json`` alone."""
+"""The model that a command looks at: a folder, its ``config.json`` alone, or a Hub id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from hf_neuron_moe.errors import NeuronMoEError
 
 @contextmanager
 def model_folder(path: Path) -> Iterator[Path]:
-    """The folder of a checkpoint, or one that holds the single file that was given as its ``config.json``."""
+    """The folder of a checkpoint, or one that holds the single file that was given as its ``config.json``.
+
+    Of a Hub id only ``config.json`` is fetched.
+    """
+    from hf_neuron_moe.convert.io.folder import resolve_source
+
+    path = resolve_source(path, weights=False)
     if not path.is_file() or path.suffix != ".json":
         yield path
         return

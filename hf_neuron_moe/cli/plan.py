@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_neuron_moe.cli.model_folder import quiet_transformers
+from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
 from hf_neuron_moe.cli.precision_options import Recipe, precision_asked
 from hf_neuron_moe.cli.shared_options import Json, choice
 from hf_neuron_moe.config import PRECISIONS
@@ -16,7 +16,7 @@ from hf_neuron_moe.config import PRECISIONS
 
 def plan(
     model_dir: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; no weights are needed.")
+        Path, typer.Argument(metavar="MODEL", help="Folder with config.json, such a file, or a Hub id org/name.")
     ],
     precision: Annotated[str | None, choice(PRECISIONS, text="Precision of the blocks. Default: bf16.")] = None,
     recipe: Recipe = None,
@@ -28,5 +28,6 @@ def plan(
 
     quiet_transformers()
     options = {"precision": precision_asked(precision, recipe)}
-    patched = patch_model(build_meta_model(model_dir), options, strict=False)
+    with model_folder(model_dir) as folder:
+        patched = patch_model(build_meta_model(folder), options, strict=False)
     typer.echo(json.dumps({"ok": True, **patched.to_dict()}, indent=1) if as_json else str(patched))

@@ -72,13 +72,14 @@ def check_part(text: str | None) -> str | None:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, on errors too.")]
 AnySource = Annotated[
-    str, typer.Argument(metavar="SRC", help="Folder with config.json and safetensors files, or a hub id org/name.")
+    str, typer.Argument(metavar="SRC", help="Folder with config.json and safetensors files, or a Hub id org/name.")
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")]
 Original = Annotated[
-    Path | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made of, to compare with.")
+    Path | None,
+    typer.Option("--source", metavar="SRC", help="The checkpoint it was made of, or its Hub id, to compare with."),
 ]
-Converted = Annotated[Path, typer.Argument(metavar="DST", help="Folder that convert wrote.")]
+Converted = Annotated[Path, typer.Argument(metavar="DST", help="Folder that convert wrote, or the Hub id of one.")]
 BlockSize = Annotated[
     int, typer.Option(metavar="|".join(map(str, BLOCK_SIZES)), help="Tokens per block of experts.", show_default=True)
 ]

@@ -26,7 +26,9 @@ def verify(
     layers of both.
     """
     from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+    from hf_neuron_moe.convert.io.folder import resolve_source
 
+    converted, source = resolve_source(converted), source and resolve_source(source)
     with watching("verifying") as (_, progress):
         report = verify_checkpoint(
             converted, source, probes=probes, seed=seed, on_nonfinite=on_nonfinite, progress=progress

@@ -52,6 +52,7 @@ class Assignment:
 
     target: str  # Name in the model's ``state_dict``
     converter: WeightConverter | None  # None where one on-disk tensor is the parameter itself
+    targets: tuple[str, ...] = ()  # Names of all tensors that the converter makes of them, in its order
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
     """On-disk tensors by the converter's source pattern (``""`` without a converter), in natural order."""
 
@@ -146,19 +147,19 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> dict[str
         if target not in state and name in state:  # then it is no name to change
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
         converter = by_pattern[pattern] if pattern is not None else None
-        targets = {target}
+        targets: tuple[str, ...] = (target,)
         if converter is not None:  # which may split its input over several
             first = converter.target_patterns[0]
-            targets = {target.replace(first, other) for other in converter.target_patterns}
-        if not targets & state.keys():
+            targets = tuple(target.replace(first, other) for other in converter.target_patterns)
+        if state.keys().isdisjoint(targets):
             if _matches(name, model._keys_to_ignore_on_load_unexpected):
                 continue
             expected = "part of the model that config.json describes"
             fix = f"Check that config.json belongs to these weights.{nearest(target, list(state))}"
             raise ConversionError.about(f"tensor {name}", expected, f"no parameter {target!r} there", fix)
-        assignment = assignments.setdefault(target, Assignment(target, converter))
+        assignment = assignments.setdefault(target, Assignment(target, converter, targets))
         assignment.sources.setdefault(pattern or "", []).append(source.tensors[name])
-        filled |= targets
+        filled.update(targets)
         if assignment.converter is not converter or (converter is None and len(assignment.sources[""]) > 1):
             got = f"both {next(iter(assignment.sources.values()))[0].name} and {name}"
             fix = "Remove the tensor that does not belong to the checkpoint."

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
 from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceCheckpoint, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, ranks_of, stored_forms
-from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
 from hf_neuron_moe.convert.manifest import LeftModule, Network, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.pieces import in_one_source, misfit, prefix_of, weights_of
 from hf_neuron_moe.errors import ConversionError, pattern_of, public
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, DenseRoles, discover
 from hf_neuron_moe.patching.globs import check_globs
@@ -92,7 +89,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     taken = [candidate for candidate in candidates if candidate.reason is None]
     _check_mx(options, taken)
-    found = [_with_codes(_weights_of(each, assignments, model), source, options) for each in taken]
+    found = [_with_codes(weights_of(each, assignments, model), source, options) for each in taken]
     weights = {weight.name: weight for group in found for weight in group}
     if not weights:
         reasons = _reasons(refused)
@@ -112,7 +109,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
 
 
 def _precision(candidate: Candidate, options: ConvertOptions) -> str:
-    return str(options.of(f"{_prefix(candidate.name)}down_proj").precision)
+    return str(options.of(f"{prefix_of(candidate.name)}down_proj").precision)
 
 
 def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weights: dict[str, FusedWeight]) -> None:
@@ -157,7 +154,7 @@ def _left(
     """The modules that keep source tensors, with what they keep."""
     left = {}
     for module, reason in refused.items():
-        entries = [entry for target, entry in assignments.items() if target.startswith(_prefix(module))]
+        entries = [entry for target, entry in assignments.items() if target.startswith(prefix_of(module))]
         tensors = [tensor for entry in entries for group in entry.sources.values() for tensor in group]
         kept = [tensor for tensor in tensors if tensor.name in copied]
         if kept:
@@ -177,7 +174,8 @@ def no_codes(candidate: Candidate) -> str | None:
     """Why a module that can be patched cannot be loaded with MX codes; None where it can."""
     form, roles = candidate.form, candidate.roles
     if roles is None:
-        return "experts without a gate projection" if form is not None and not form.gate.gated else None
+        ungated = "experts without a gate projection, and MX of the kernels has no form without one"
+        return ungated if form is not None and not form.gate.gated else None
     has = {
         "biases": roles.biased,
         "layers in classes of their own": roles.roots != roles.linears,
@@ -197,46 +195,11 @@ def _network(candidate: Candidate, assignments: dict[str, Assignment]) -> Networ
         names = [f"{name}.bias" if name in parts.biased else "" for name in parts.linears]
     elif parts is not None and parts.biased:
         names = [f"{parts.gate_up}_bias", f"{parts.down}_bias"]
-    found = [assignments.get(_prefix(candidate.name) + name) if name else None for name in names]
+    full = [prefix_of(candidate.name) + name if name else "" for name in names]
+    both, found = in_one_source(full[:-1], assignments), [assignments.get(name) for name in full]
     biases = tuple("" if each is None or each.converter else each.sources[""][0].name for each in found)
+    biases = biases if both is None else (both[0].name, biases[-1])
     return Network(changed, biases if any(biases) else ()) if changed or any(biases) else None
-
-
-def _prefix(module: str) -> str:
-    """What the names of a module's parameters begin with; the model itself has no name."""
-    return f"{module}." if module else ""
-
-
-def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model: PreTrainedModel) -> list[FusedWeight]:
-    """The fused gate_up and down weights of one module that can be patched; of one without a gate, up and down."""
-    prefix, roles, form = _prefix(candidate.name), candidate.roles, candidate.form
-    stacked = candidate.sizes[0] if form is not None and form.stacked else 0
-    if form is not None:  # and how the matrices of its parameters lie
-        suffix, inputs, down = "", form.inputs, form.down
-        first_lie: dict[str, Any] = {"transposed": form.transposed, "interleaved": form.interleaved, "stacked": stacked}
-        down_lie: dict[str, Any] = {"transposed": form.transposed or form.stacked, "stacked": stacked}
-    else:
-        assert roles is not None, "a module that can be patched has roles or a form"
-        suffix, inputs, down = ".weight", tuple(f"{name}.weight" for name in roles.inputs), f"{roles.down}.weight"
-        first_lie, down_lie = {"up_first": roles.up_first}, {}
-    first = "gate_up_proj" if candidate.gate.gated else "up_proj"
-    weights = []
-    for role, names, form_of in ((first, inputs, first_lie), ("down_proj", (down,), down_lie)):
-        pieces: list[Piece] = []
-        for name in names:
-            start = pieces[-1].rows.stop if pieces else 0  # the parameter's first row in the fused weight
-            shape = tuple(model.get_parameter(prefix + name).shape)
-            pieces += _pieces(prefix + name, assignments.get(prefix + name), shape, start, form_of)
-        experts = () if form is None else (stacked or shape[0],)
-        rows, columns = pieces[-1].rows.stop, pieces[-1].matrix[0 if pieces[-1].transposed else 1]
-        weight = FusedWeight(prefix + role + suffix, (*experts, rows, columns), tuple(pieces))
-        dtypes = sorted({piece.dtype for piece in pieces})
-        if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
-            expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
-            fix = "Convert the original, unquantized checkpoint."
-            raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
-        weights.append(weight)
-    return weights
 
 
 def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint, options: ConvertOptions) -> list[FusedWeight]:
@@ -251,89 +214,21 @@ def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint, options: C
     return [replace(weight, codes=codes) for weight in weights]
 
 
-def _pieces(
-    name: str, assignment: Assignment | None, shape: tuple[int, ...], start: int, form_of: Mapping[str, Any]
-) -> list[Piece]:
-    """Pieces of one in-memory parameter; `start` is its first row in the fused weight."""
-    if assignment is None:
-        got = "no tensor for it, because another parameter shares its memory"
-        fix = "Save the model again with transformers, which stores a shared module once under its first name."
-        raise ConversionError.about(f"parameter {name}", "stored in the checkpoint under a name of its own", got, fix)
-    if assignment.converter is None:
-        (tensor,) = assignment.sources[""]
-        return [_piece(tensor, shape, start=start, **form_of)]
-    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
-    if kinds == [(Transpose, None)] and len(shape) == 3 and not any(form_of.values()):
-        return [_transposed_piece(assignment.converter, assignment.sources, shape, start)]
-    merged = kinds[:1] == [(MergeModulelist, 0)]
-    known = kinds[merged:] in ([], [(Concatenate, 1)]) and len(shape) == 3 and kinds
-    if not known or any(form_of.values()):
-        expected = "the parameter itself, or one matrix per expert and projection"
-        got = " then ".join(kind.__name__ for kind, _ in kinds)
-        fix = "Load the model and save it with save_original_format=False; that form can be converted."
-        raise ConversionError.about(f"on-disk form of {name}", expected, got, fix)
-    E, F, K = shape
-    rows = F // len(assignment.converter.source_patterns)
-    pieces = []
-    for pattern in assignment.converter.source_patterns:
-        tensors = assignment.sources.get(pattern, [])
-        experts = [_expert_index(tensor.name, pattern, name) for tensor in tensors] if merged else [None] * len(tensors)
-        if experts != (list(range(E)) if merged else [None]):
-            expected = f"one tensor for each of experts 0 to {E - 1}" if merged else "one tensor"
-            fix = "Check that config.json belongs to these weights and that no shard is missing."
-            raise ConversionError.about(f"experts of {name} ({pattern})", expected, experts, fix)
-        matrix = (rows, K) if merged else (E, rows, K)
-        pieces += [_piece(tensor, matrix, expert=expert, start=start) for expert, tensor in zip(experts, tensors)]
-        start += rows
-    return pieces
-
-
-def _transposed_piece(
-    converter: WeightConverter, sources: Mapping[str, list[SourceTensor]], shape: tuple[int, ...], start: int
-) -> Piece:
-    """The piece of a parameter ``[E, F, K]`` that files hold as ``[E, K, F]``, or as it is where that is allowed."""
-    tensor = next(iter(sources.values()))[0]
-    if tensor.shape == shape and getattr(converter.operations[0], "check_dims", False):
-        return _piece(tensor, shape, start=start)
-    E, F, K = shape
-    return _piece(tensor, (E, K, F), start=start, transposed=True)
-
-
-def _expert_index(name: str, pattern: str, target: str) -> int:
-    """The number that stands for ``*`` in transformers' source pattern."""
-    before, _, after = pattern.partition("*")
-    found = re.search(rf"([0-9]+){re.escape(after)}$", name)
-    if found is None or not before:
-        fix = f"It would become part of {target}; check where the checkpoint comes from."
-        got = "one without an expert number"
-        raise ConversionError.about(f"tensor {name}", f"a name of the form {pattern}", got, fix)
-    return int(found.group(1))
-
-
-def _piece(tensor: SourceTensor, shape: tuple[int, ...], **place: Any) -> Piece:
-    if tensor.shape != shape:
-        raise _misfit(tensor, f"of shape {list(shape)}, as config.json says", list(tensor.shape))
-    return Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, **place)
-
-
 def _check_copied(
     copied: Mapping[str, SourceTensor], assignments: Mapping[str, Assignment], model: PreTrainedModel
 ) -> None:
     """Compare copied tensors that are parameters themselves, such as biases and routers, with the model's."""
     state = model.state_dict()
     for target, assignment in assignments.items():
-        if assignment.converter is not None or target not in state:
+        whole = assignment.converter is None or in_one_source(assignment.targets, assignments) is not None
+        if not whole or target not in state:
             continue
-        (tensor,), param = assignment.sources[""], state[target]
-        if tensor.name in copied and tensor.shape != tuple(param.shape):
-            raise _misfit(tensor, f"of shape {list(param.shape)}, as config.json says", list(tensor.shape))
+        (tensor,), param = next(iter(assignment.sources.values())), state[target]
+        shape = (len(assignment.targets) * param.shape[0], *param.shape[1:]) if param.dim() else ()
+        if tensor.name in copied and tensor.shape != shape:
+            raise misfit(tensor, f"of shape {list(shape)}, as config.json says", list(tensor.shape))
         if tensor.name in copied and param.is_floating_point() and not TORCH_DTYPES[tensor.dtype].is_floating_point:
-            raise _misfit(tensor, "of a floating-point dtype", tensor.dtype)
-
-
-def _misfit(tensor: SourceTensor, expected: str, got: object) -> ConversionError:
-    fix = "Check that config.json belongs to these weights."
-    return ConversionError.about(f"{tensor.file}: {tensor.name}", expected, got, fix)
+            raise misfit(tensor, "of a floating-point dtype", tensor.dtype)
 
 
 def _lay_out(

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.errors import DestinationError, UnsupportedModelError, public
-from hf_neuron_moe.explore.calls import Projections
 from hf_neuron_moe.explore.explain import Outlier
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import ExpertsBlock
 from hf_neuron_moe.modules.experts_form import parameter_of
 from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
+from hf_neuron_moe.training.block_calls import Projections
 from hf_neuron_moe.training.blocks import patched_blocks
 
 BF16_ROUNDING = 2.0**-8

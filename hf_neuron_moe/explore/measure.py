@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_neuron_moe.errors import NonFiniteLossError
-from hf_neuron_moe.explore.calls import BlockCalls, Call, Projections
 from hf_neuron_moe.explore.measures import PRODUCTS, BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.operand_sums import MXFP4, mx_values
 from hf_neuron_moe.explore.rows import measure_rows, measure_weights
+from hf_neuron_moe.training.block_calls import BlockCalls, Call, Projections
 
 IGNORED = -100  # torch's label of positions without a loss
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.explore.calls import Call, ExpertRows, intermediate
 from hf_neuron_moe.explore.measures import (
     ACTIVATIONS,
     DW,
@@ -26,6 +25,7 @@ from hf_neuron_moe.explore.measures import (
 from hf_neuron_moe.explore.operand_sums import MXFP4, MXFP8, mx_values
 from hf_neuron_moe.formats.group_fp8 import DEFAULT_GROUP_SIZE, group_dequantize_fp8, group_quantize_fp8
 from hf_neuron_moe.formats.padding import padded_size
+from hf_neuron_moe.training.block_calls import Call, ExpertRows, intermediate
 
 
 def measure_weights(block: BlockMeasures, call: Call, formats: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.backends.spec import BlockCall, BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
 from hf_neuron_moe.checks import check_multiple
 from hf_neuron_moe.errors import GradientError, public
+from hf_neuron_moe.modules.op_watch import watched
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_biases, check_experts, check_mlp, check_no_transform
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -198,6 +199,7 @@ def mlp_fwd(
     weights = FFNWeights(gate_IH, up_IH, down_HI, gate_bias_I, up_bias_I, down_bias_H)
     with exact_dtypes(x_SH):
         y_SH, saved = kernels.mlp_forward(x_SH, weights, spec, keep)
+        watched(BlockCall.decode(call), x_SH, None, weights, saved, (y_SH,))
     return y_SH, *saved
 
 
@@ -225,7 +227,9 @@ def mlp_bwd(
     saved = (saved_a, saved_b, saved_c, saved_d)
     with exact_dtypes(dout_SH):
         wanted = BackwardCall(spec, keep, Wants(wants_input, False, wants_weights))
-        return kernels.mlp_backward(dout_SH, x_SH, weights, saved, wanted)
+        grads = kernels.mlp_backward(dout_SH, x_SH, weights, saved, wanted)
+        watched(BlockCall.decode(call), x_SH, None, weights, saved, grads, dout_SH)
+    return grads
 
 
 @fake_of(mlp_fwd)
@@ -248,9 +252,10 @@ def moe_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward of the experts; returns y and the four tensors that the policy keeps."""
     (spec, keep, *_), kernels = called(call)
-    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+    routing, weights = Routing(index_TK, weight_TK), ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     with exact_dtypes(x_TH):
-        y_TH, saved = kernels.experts_forward(x_TH, Routing(index_TK, weight_TK), weights, spec, keep)
+        y_TH, saved = kernels.experts_forward(x_TH, routing, weights, spec, keep)
+        watched(BlockCall.decode(call), x_TH, routing, weights, saved, (y_TH,))
     return y_TH, *saved
 
 
@@ -279,7 +284,9 @@ def moe_bwd(
     with exact_dtypes(dout_TH):
         wanted = BackwardCall(spec, keep, Wants(wants_input, wants_routing, wants_weights))
         weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
-        return kernels.experts_backward(dout_TH, x_TH, routing, weights, saved, wanted)
+        grads = kernels.experts_backward(dout_TH, x_TH, routing, weights, saved, wanted)
+        watched(BlockCall.decode(call), x_TH, routing, weights, saved, grads, dout_TH)
+    return grads
 
 
 @fake_of(moe_fwd)

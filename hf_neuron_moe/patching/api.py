@@ -81,7 +81,7 @@ def _planned(
     model: Any, config: Any, include: Any, exclude: Any, strict: Any
 ) -> tuple[nn.Module, list[PlanItem], PatchState]:
     """Decide about every block, changing nothing; the plan is empty where the model is as asked for already."""
-    request = (_as_config(config), _globs("include", include), _globs("exclude", exclude))
+    request = (as_config(config), _globs("include", include), _globs("exclude", exclude))
     if not isinstance(strict, bool):
         raise _bad_option("strict", "a bool", strict)
     check_model(model)
@@ -135,7 +135,8 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     return report
 
 
-def _as_config(config: Any) -> NeuronMoEConfig:
+def as_config(config: Any) -> NeuronMoEConfig:
+    """Return the options that were given in one of the ways that patch_model takes them."""
     if isinstance(config, NeuronMoEConfig):
         return config
     if config is None or isinstance(config, Mapping):

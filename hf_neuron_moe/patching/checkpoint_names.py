@@ -190,9 +190,9 @@ def _problems(
 def forget_decoding(model: nn.Module) -> list[tuple[nn.Module, list[Any]]]:
     """Drop the conversions with which transformers decoded a quantized checkpoint; :func:`remember` puts them back.
 
-    ``save_pretrained`` reverts the conversions of loading, and those that decode have no way back: transformers 5.23
-    writes gpt-oss's weights under the names of their codes, and fails for FP8 experts. Without them it saves under the
-    model's own on-disk names.
+    ``save_pretrained`` reverts the conversions of loading, and those that decode have no way back. With them
+    transformers up to 5.23 writes gpt-oss's weights under the names of their codes, and fails for FP8 experts. Later
+    releases drop them too. Without them a model is saved under its own on-disk names.
     """
     dropped = []
     for module in _roots(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -15,10 +16,12 @@ from torch import distributed as dist
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.torch import compute, generation
-from hf_neuron_moe.errors import RankError, spelled_together
+from hf_neuron_moe.errors import ConfigError, RankError, spelled_together
 from hf_neuron_moe.patching.report import PatchReport
 
-ANSWER_SECONDS = 600.0  # the others may still be reading their weights; torch gives NCCL as long
+OPTION = "HF_NEURON_MOE_RANK_TIMEOUT"
+"""Environment variable: the seconds that a rank waits for the others."""
+ANSWER_SECONDS = 600.0  # without it: the others may still be reading their weights; torch gives NCCL as long
 APART_SECONDS = 60.0  # for a rank that was seen to patch another model
 
 # Environment variables that change results or which kernels can run.
@@ -41,7 +44,7 @@ class OneAnswer:
     `timeout` is that of :func:`same_on_all_ranks`, `apart` the seconds for a rank that called :func:`stand_apart`.
     """
 
-    def __init__(self, timeout: float = ANSWER_SECONDS, apart: float | None = None) -> None:
+    def __init__(self, timeout: float | None = None, apart: float | None = None) -> None:
         self._facts: dict[str, str] = {}
         self._times = (timeout, apart)
 
@@ -57,7 +60,7 @@ class OneAnswer:
 def same_on_all_ranks(
     facts: Mapping[str, str],
     group: dist.ProcessGroup | None = None,
-    timeout: float = ANSWER_SECONDS,
+    timeout: float | None = None,
     *,
     apart: float | None = None,
     failure: Exception | None = None,
@@ -65,11 +68,13 @@ def same_on_all_ranks(
     """Raise the same RankError on every rank where one of the `facts`, text by name, differs or a rank has a `failure`.
 
     A rank with a `failure` returns, to raise that. Every rank of `group` has to call this; without others it returns at
-    once. Without `group` all ranks make a gloo group, so that no accelerator is touched. It waits `timeout` seconds to
-    connect and as long for an answer; a given group has its own time limit. Of several differences the first is named.
+    once. Without `group` all ranks make a gloo group, so that no accelerator is touched. It waits `timeout` seconds, by
+    default those of :data:`OPTION`, to connect and as long for an answer; a given group has its own time limit. Of
+    several differences the first is named.
     """
     if _is_alone() or dist.get_world_size(group) < 2:
         return
+    timeout = _patience() if timeout is None else timeout
     text = "" if failure is None else f"{type(failure).__name__}: {failure}".removesuffix(".")
     said: list[Any] = [None] * dist.get_world_size(group)
     try:
@@ -158,8 +163,18 @@ def _come_together(timeout: float, apart: float) -> None:
         raise error from silence
 
 
+def _patience() -> float:
+    """Return the seconds that a rank waits for the others."""
+    given = os.environ.get(OPTION) or str(ANSWER_SECONDS)
+    with suppress(ValueError):
+        if 0 < float(given) < threading.TIMEOUT_MAX:
+            return float(given)
+    fix = f"Unset it for {ANSWER_SECONDS:g} seconds."
+    raise ConfigError.about(f"the environment variable {OPTION}", "a positive number of seconds", repr(given), fix)
+
+
 def _silent(why: str) -> RankError:
-    fix = "Look for an error of another rank. All ranks of the job have to make this call."
+    fix = f"Look for an error of another rank. All ranks of the job have to make this call. {OPTION} sets the time."
     got = f"no answer on rank {dist.get_rank()} ({why.partition(chr(10))[0]})"
     return RankError.about("every rank", "one that answers in time", got, fix)
 

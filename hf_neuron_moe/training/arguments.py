@@ -15,6 +15,7 @@ from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, known_names, public
 
 DEFAULT_HEALTH_STEPS = 100
+GUARDS, DEFAULT_GUARD_STEPS = ("off", "warn", "stop"), 200
 Class = TypeVar("Class", bound=type)
 
 
@@ -45,6 +46,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("neuron_patch", lambda flag: isinstance(flag, bool), "a bool"),
     ("neuron_strict", lambda flag: isinstance(flag, bool), "a bool"),
     ("neuron_health_steps", lambda steps: type(steps) is int and steps >= 0, "a number of steps, 0 for never"),
+    ("neuron_guard", lambda mode: mode in GUARDS, f"one of {', '.join(GUARDS)}"),
+    ("neuron_guard_steps", lambda steps: type(steps) is int and steps > 0, "a number of steps of at least 1"),
 )
 """Field, rule, and the rule in words."""
 
@@ -95,6 +98,15 @@ class NeuronMoEArguments:
         DEFAULT_HEALTH_STEPS,
         "Measure how MXFP8 would round a sample of weights and inputs in the first step and in every step whose number "
         "is a multiple of this; 0 for never.",
+    )
+    neuron_guard: str = _field(
+        "off",
+        "Compare operands and results of every product with bands and with float64 in sampled steps: off, warn (of "
+        "what left its band), or stop (before the step's update).",
+    )
+    neuron_guard_steps: int = _field(
+        DEFAULT_GUARD_STEPS,
+        "Steps from one that the guard looks at to the next, after the first ones, from which it learns its bands.",
     )
 
     def __post_init__(self) -> None:

@@ -9,13 +9,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public, with_article
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, not_one_of, public, with_article
 from hf_neuron_moe.modules.engine import is_sharded_at_loading
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.patching.ranks import OneAnswer, facts_of
-from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
+from hf_neuron_moe.training.arguments import DEFAULT_GUARD_STEPS, DEFAULT_HEALTH_STEPS, GUARDS
 from hf_neuron_moe.training.blocks import patch_record
 from hf_neuron_moe.training.figures import logs_of
+from hf_neuron_moe.training.guard.run import Guard, saves_after
 from hf_neuron_moe.training.metrics import TrainingMonitor
 from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_unsavable_adapters
 from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles, environment, training_record
@@ -48,21 +49,29 @@ class NeuronMoECallback(TrainerCallback):
             layout is refused. None: the model is patched already.
         health_steps: measure quantization in the first step and every this many; 0 for never. None: the training
             arguments' ``neuron_health_steps``, or 100 where they have none.
+        guard: ``"off"``, ``"warn"`` or ``"stop"``. None: the training arguments' ``neuron_guard``, or off where they
+            have none; ``neuron_guard_steps`` likewise.
     """
 
     _may_be_stock = False  # whether a model without patched blocks is trained without metrics
 
     @public(_WHERE)
     def __init__(
-        self, config: NeuronMoEConfig | Mapping[str, Any] | None = None, health_steps: int | None = None
+        self,
+        config: NeuronMoEConfig | Mapping[str, Any] | None = None,
+        health_steps: int | None = None,
+        guard: str | None = None,
     ) -> None:
         if health_steps is not None and (type(health_steps) is not int or health_steps < 0):
             expected, fix = "a number of steps, 0 for never", "Leave it out for the default."
             raise ConfigError.about("health_steps", expected, repr(health_steps), fix)
-        self.config = config
+        if guard is not None and guard not in GUARDS:
+            raise not_one_of("guard", guard, GUARDS)
+        self.config, self.guard_mode = config, guard
         self.health_steps = health_steps
         self.sample_every = 0
         self.monitor: TrainingMonitor | None = None
+        self.guard: Guard | None = None
         self.files: RunFiles | None = None
         self.pending: dict[str, Any] | None = None  # measured and logged, not written yet
 
@@ -98,7 +107,11 @@ class NeuronMoECallback(TrainerCallback):
                 )
                 raise UnsupportedModelError.about("model", "patched when training begins", got, fix)
             facts |= facts_of(report_of(model), sharded=is_sharded_at_loading(model))
+        mode = getattr(args, "neuron_guard", "off") if self.guard_mode is None else self.guard_mode
         if not is_patched(model):
+            if mode != "off":
+                fix = "Leave neuron_patch on, or neuron_guard off."
+                raise ConfigError.about("neuron_guard", "'off' for a model without patched blocks", repr(mode), fix)
             return
         if args.save_strategy != "no":
             refuse_unsavable_adapters(model)
@@ -118,6 +131,11 @@ class NeuronMoECallback(TrainerCallback):
                 "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
             }
             self.files.begin(run, state.global_step)
+        if mode != "off":
+            every = getattr(args, "neuron_guard_steps", DEFAULT_GUARD_STEPS)
+            self.guard = Guard(model, mode, every=every, files=RunFiles(args.output_dir), seed=args.seed)
+            if state.global_step:
+                self.guard.resume(args.world_size)
         self.monitor.restart_clock()
 
     def on_step_begin(
@@ -127,6 +145,23 @@ class NeuronMoECallback(TrainerCallback):
         if self.monitor is not None:
             step, every = state.global_step + 1, self.sample_every
             self.monitor.begin_step(sample=every > 0 and (step == 1 or step % every == 0))
+            if self.guard is not None:
+                self.guard.begin_step(step, saves=saves_after(step, args, state))
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the other parts of an accumulated step to themselves: the guard looks at the first."""
+        if self.guard is not None:
+            self.guard.pause()
+
+    @public(_WHERE)
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Judge the step's products while the weights are what they were."""
+        if self.guard is not None:
+            self.guard.end_step(args.world_size, args.process_index)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Look at the weights of a sampled step, and at the clock."""
@@ -176,4 +211,6 @@ class NeuronMoECallback(TrainerCallback):
         """Take the hooks off the model, also after a training that an exception ended."""
         if self.monitor is not None:
             self.monitor.detach()
-        self.monitor, self.pending = None, None
+        if self.guard is not None:
+            self.guard.detach()
+        self.monitor, self.guard, self.pending = None, None, None

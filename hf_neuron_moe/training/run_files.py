@@ -21,6 +21,7 @@ from transformers import TrainerState, TrainingArguments
 
 FOLDER = "neuron_moe"
 RUN_FILE, METRICS_FILE, EVALUATIONS_FILE = "run.json", "metrics.jsonl", "evaluations.jsonl"
+GUARD_FILE = "guard.jsonl"
 _PACKAGES = ("hf-neuron-moe", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "numpy")
 
 
@@ -37,7 +38,7 @@ class RunFiles:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
-        for path in (self.folder / METRICS_FILE, self.folder / EVALUATIONS_FILE):
+        for path in (self.folder / name for name in (METRICS_FILE, EVALUATIONS_FILE, GUARD_FILE)):
             if path.exists():
                 lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
                 write_whole(path, "".join(line for line in lines if _is_until(line, step)))

@@ -126,7 +126,7 @@ def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_
     }
     options = tmp_path.parent / f"{tmp_path.name}.yaml"
     options.touch()
-    cases[options] = "got a YAML file. Give the model's folder, which finetune.py's files name in `model:`"
+    cases[options] = "got a YAML file. Give the model's folder, which the files of `train` name in `model:`"
     if command in ("doctor", "estimate"):  # take the file too
         del cases[model_dir / "config.json"]
     for given, shown in cases.items():

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    Dinov2Config,
     MoonshineConfig,
     MoonshineForConditionalGeneration,
     MuseSparkTextConfig,
@@ -32,7 +35,7 @@ from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.plan import _check_mx
-from hf_neuron_moe.errors import ConversionError, public
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching.discovery import discover
 from tests.quantizers.test_loading import assert_same
@@ -53,6 +56,8 @@ FAMILIES = (
     "jetmoe",  # router and bias in the same module
     "moonshine",  # biases, rows of up first
     "step3p7",  # gate and up of all experts as a tensor each, clamps
+    "dinov2",  # gate and up in one tensor of the files and in two of the model, biases too
+    *({"hrm_text", "inkling2_text"} & set(CONFIG_MAPPING)),  # the same; rows of gate and up alternate in the files
 )
 SLOW = ("gemma4", "gpt_oss", "deepseek_v4")
 STOCK_ONLY = ("dbrx", "jetmoe")
@@ -105,23 +110,47 @@ STEP = {
     },
     "image_token_id": 1,
 }
+DINO = {
+    "hidden_size": 32,
+    "mlp_ratio": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "use_swiglu_ffn": True,
+    "image_size": 28,
+}
+HRM = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
 HEADS: dict[str, Any] = {
+    "dinov2": AutoModel,
+    "hrm_text": AutoModelForCausalLM,
     "muse_spark": AutoModel,
     "moonshine": MoonshineForConditionalGeneration,
     "step3p7": Step3p7ForConditionalGeneration,
 }
-"""What opens a family that is no causal language model."""
+"""What opens a family that is no causal language model, or whose tiny configuration is here."""
+CONFIGS: dict[str, Any] = {
+    "dinov2": lambda: Dinov2Config(**DINO),
+    "hrm_text": lambda: AutoConfig.for_model("hrm_text", **HRM),
+    "muse_spark": lambda: MuseSparkTextConfig(**MUSE_SPARK),
+    "moonshine": lambda: MoonshineConfig(**MOONSHINE),
+    "step3p7": lambda: Step3p7Config(**STEP),
+}
 
 
 def made(family: str, folder: Path) -> Path:
     """Write a tiny bf16 checkpoint of a family."""
     if family in HEADS:
         torch.manual_seed(7)
-        if family == "muse_spark":
-            model: nn.Module = AutoModel.from_config(MuseSparkTextConfig(**MUSE_SPARK))
-        else:
-            config = MoonshineConfig(**MOONSHINE) if family == "moonshine" else Step3p7Config(**STEP)
-            model = HEADS[family](config)
+        config = CONFIGS[family]()
+        automatic = HEADS[family] in (AutoModel, AutoModelForCausalLM)
+        model: nn.Module = HEADS[family].from_config(config) if automatic else HEADS[family](config)
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if "mlp" in name:
@@ -143,10 +172,12 @@ def output(model: PreTrainedModel) -> torch.Tensor:
         if isinstance(model, MoonshineForConditionalGeneration):
             sound = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).bfloat16()
             return model(input_values=sound, decoder_input_ids=tokens()).logits
+        if model.config.model_type == "dinov2":
+            return model(torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(1)).bfloat16())[0]
         return model(input_ids=tokens())[0]
 
 
-FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx", "step3p7")
+FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx", "step3p7", "dinov2")
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
@@ -263,9 +294,26 @@ def test_experts_that_files_hold_transposed(transposed: bool, tmp_path: Path) ->
         convert_checkpoint(source, tmp_path / "dst")
 
 
+@pytest.mark.parametrize("family", sorted({"hrm_text", "inkling2_text"} & set(CONFIG_MAPPING)))
+def test_gate_and_up_of_one_tensor_of_the_files(family: str, tmp_path: Path) -> None:
+    """Cut for two ranks, as codes, and the place of a value that is not finite."""
+    source = made(family, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", pad=True, tp_degree=2))
+    report = verify_checkpoint(tmp_path / "dst", source, probes=0)
+    assert report.ok, str(report)
+    tensors = load_file(source / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(("mlp.gate_up_proj.weight", "w13_weight")))
+    place = (*[2] * (tensors[name].dim() - 2), 31, 7)  # an odd row, of up where they alternate
+    tensors[name][place] = math.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with refused(SourceDamageError, f"model.safetensors: {name}", rf"the first at \[{', '.join(map(str, place))}\]"):
+        convert_checkpoint(source, tmp_path / "nan", on_nonfinite="error")
+
+
 @pytest.mark.parametrize(
     ("family", "name", "values", "wrong"),
     [
+        ("dinov2", "encoder.layer.0.mlp.weights_in.bias", torch.zeros(95).bfloat16(), "[95]"),
         ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias", torch.zeros(4, 94).bfloat16(), "[4, 94]"),
         ("gpt_oss", "model.layers.1.mlp.experts.down_proj_bias", torch.zeros(4, 32).int(), "I32"),
         ("llama_biased", "model.layers.0.mlp.up_proj.bias", torch.zeros(47).bfloat16(), "[47]"),
@@ -286,7 +334,9 @@ def test_what_is_copied_has_to_fit_the_model(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize(("family", "part"), [("nemotron_h", "without a gate"), ("llama_biased", "with biases")])
+@pytest.mark.parametrize(
+    ("family", "part"), [("nemotron_h", "of the kernels has no form without one"), ("llama_biased", "with biases")]
+)
 def test_what_has_no_codes_is_named_before_anything_is_written(family: str, part: str, tmp_path: Path) -> None:
     source = made(family, tmp_path / "source")
     with refused(ConversionError, "precision", rf"{part}.*\. Use --precision bf16\.$"):

@@ -22,6 +22,7 @@ from hf_neuron_moe.convert.transaction.parts import part_of_shards
 from hf_neuron_moe.convert.transaction.resume import Job
 from hf_neuron_moe.convert.workers import Workers, cores, working
 from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, SourceDamageError
+from tests.hub_cache import hub_cache
 from tests.refusals import refused
 
 SMALL = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
@@ -369,21 +370,6 @@ def test_every_core_works_by_default(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(execute._Run, "_make_group", meeting)
     convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst", SMALL)
     assert len(set(met)) == 2
-
-
-def hub_cache(cache: Path, plain: Path, revision: str) -> Path:
-    """Lay out a folder as huggingface_hub's cache keeps a snapshot."""
-    repository = cache / "models--some-org--tiny"
-    commit_id = "0" * 39 + "1"
-    (repository / "blobs").mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / revision).write_text(commit_id)
-    snapshot_folder = repository / "snapshots" / commit_id
-    snapshot_folder.mkdir(parents=True)
-    for number, path in enumerate(sorted(plain.iterdir())):
-        shutil.copy(path, repository / "blobs" / str(number))
-        (snapshot_folder / path.name).symlink_to(Path("../../blobs") / str(number))
-    return snapshot_folder
 
 
 @pytest.mark.parametrize(

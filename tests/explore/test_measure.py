@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.explore.calls import BlockCalls, Call, intermediate
 from hf_neuron_moe.explore.explain import block_of_channels
 from hf_neuron_moe.explore.measure import Pass, drawn_labels, loss_sum
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, rank_correlation
@@ -21,6 +20,7 @@ from hf_neuron_moe.explore.measures import FORMATS, Measures
 from hf_neuron_moe.explore.operand_sums import Operand, mx_values
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.training.block_calls import BlockCalls, Call, intermediate
 from hf_neuron_moe.training.blocks import patched_blocks
 from tests.explore.models import checkpoint, loaded
 from tests.tiny_models import tiny_model

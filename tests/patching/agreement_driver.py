@@ -27,6 +27,7 @@ from hf_neuron_moe.patching.report import PATCHED, PatchEntry, PatchReport
 
 SECONDS = 8.0
 APART = 1.0
+DYING = 2.0
 ENTRY = PatchEntry("model.layers.0.mlp", "mlp", "LlamaMLP", PATCHED, hidden_size=64, intermediate_size=96,
                    backend="torch", precision="bf16", products="bf16 products")  # fmt: skip
 GATHERS: list[object] = []
@@ -156,10 +157,12 @@ def stock(rank: int) -> None:
 
 
 def dying(rank: int) -> None:
-    """Rank 1 is gone before it has planned."""
+    """Rank 1 is gone before it has planned; the environment says how long the other waits."""
     if rank:
         os._exit(3)
-    agree(facts())
+    os.environ[ranks.OPTION] = str(DYING)
+    with ranks.OneAnswer() as answer:
+        answer |= facts()
 
 
 CELLS: tuple[Callable[[int], None], ...] = (

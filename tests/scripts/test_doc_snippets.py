@@ -1,22 +1,41 @@
-"""The documents' Python examples are Python and run as printed, and their links lead somewhere."""
+"""The documents' examples run as printed, their commands exist with their options, and their links lead somewhere."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
+import yaml
 from torch.utils.data import Dataset
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from hf_neuron_moe import patch_model
+from hf_neuron_moe import NeuronMoETrainingArguments, patch_model
+from hf_neuron_moe.cli.main import application
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.errors import BackendUnavailableError
 from tests.tiny_models import tiny_model, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-SELF_CONTAINED = ("README.md", "docs/get-started.md", "docs/how-to.md", "docs/concepts.md", "docs/reference.md")
-"""Pages whose examples need nothing but what they import. docs/kernels.md has a test of its own."""
+SELF_CONTAINED = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("get-started", "how-to", "concepts", "reference", "integrations", "explore", "convert")
+    ),
+)
+"""Pages whose examples need nothing but what they import. docs/kernels.md has a test of its own, and those of
+docs/distributed.md need several processes: tests/distributed does what they show."""
 
 
 def text_of(page: Path | str) -> str:
@@ -74,11 +93,104 @@ def test_self_contained_examples_run_as_printed(
     """Each by itself, as a reader would paste it; what a page shows as its output is what it prints."""
     snippet = snippets(page)[number]
     monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, f"{page}, example {number + 1}", "exec"), {"__name__": "example"})
+    module = types.ModuleType("example")  # a real one: the Trainer pickles its arguments
+    monkeypatch.setitem(sys.modules, "example", module)
+    exec(compile(snippet, f"{page}, example {number + 1}", "exec"), module.__dict__)
     printed = capsys.readouterr().out
     shown = re.search(re.escape(snippet) + r"```\n\n```text\n(.*?)```", text_of(page), flags=re.DOTALL)
     if shown and page != "README.md":  # test_readme.py compares that one
         assert shown[1] == printed
+
+
+def test_the_examples_about_loading_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a conversion at DST. The two about Trn3 raise the error that the page about backends promises."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).bfloat16().save_pretrained("SRC")
+    for name, precision in (("DST", "mxfp8"), ("BF16", "bf16")):
+        convert_checkpoint(Path("SRC"), Path(name), ConvertOptions(precision=precision))
+    load, set_backend, patch, adapt = snippets("docs/loading.md")
+    for folder, example in (("DST", set_backend), ("BF16", patch), ("DST", adapt)):
+        given: dict[str, Any] = {"__name__": "example"}
+        exec(compile(load.replace("DST", folder), "loading.md, example 1", "exec"), given)
+        if example is not adapt:
+            exec(set_backend.splitlines()[0], given)  # its imports
+        with nullcontext() if example is adapt else pytest.raises(BackendUnavailableError):
+            exec(compile(example, "loading.md", "exec"), given)
+
+
+def test_the_example_about_weight_copies_runs() -> None:
+    (snippet,) = snippets("docs/neuron.md")
+    model = tiny_model("mixtral")
+    patch_model(model)
+    averages = [param.detach() * 0.5 for param in model.parameters()]
+    exec(compile(snippet, "neuron.md", "exec"), {"model": model, "averages": averages})
+    assert all(torch.equal(param, average) for param, average in zip(model.parameters(), averages, strict=True))
+
+
+def commands(page: Path | str) -> Iterator[list[str]]:
+    """Yield the words of every command: whole lines, and code within text."""
+    text = re.sub(r"\\\n *", " ", text_of(page))
+    programs = "hf-neuron-moe [a-z]|python |torchrun |accelerate launch |bash "
+    lines = re.findall(rf"^ *(?:[A-Z_]+=\S+ +)*((?:{programs})[^`\n]*)$", text, re.MULTILINE)
+    lines += re.findall(r"`(hf-neuron-moe [a-z][^`]*)`", text.replace("\n", " "))
+    for line in lines:
+        yield from (shlex.split(part) for part in re.sub(r" +#.*", "", line).split("&&"))
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    return typer.main.get_command(application())
+
+
+@pytest.fixture(scope="module")
+def script_options() -> set[str]:
+    """Options of scripts as their sources spell them, and the fields of dataclasses that become options."""
+    files = [path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    files += [ROOT / "hf_neuron_moe" / "parity.py", *(ROOT / "hf_neuron_moe" / "finetune").rglob("*.py")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    named = set(re.findall(r"--([a-z][\w-]*)", source)) | set(re.findall(r"^    (\w+): ", source, re.MULTILINE))
+    fields = {field.name for field in dataclasses.fields(NeuronMoETrainingArguments)}
+    launchers = {"config_file", "nproc_per_node", "fast"}
+    return {name.replace("-", "_") for name in named | fields | launchers}
+
+
+def options_of(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if re.match(r"-\w|--\w", word)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist_with_their_options(page: Path, program: Any, script_options: set[str]) -> None:
+    """Held against the program's own table, or by name against the sources of scripts; nothing runs."""
+    for command in commands(page):
+        line, free, known = " ".join(command), True, {"-m", "-c"}
+        if command[0] == "hf-neuron-moe":
+            assert command[1] in program.commands, line
+            verb = program.commands[command[1]]
+            free = bool(verb.context_settings.get("allow_extra_args"))
+            known = {"--help"}.union(*({*option.opts, *option.secondary_opts} for option in verb.params))
+        unknown = options_of(command[1:]) - known
+        if free:
+            unknown = {option for option in unknown if option.lstrip("-").replace("-", "_") not in script_options}
+        assert not unknown, line
+        files = [
+            word for word in command if re.match(r"(scripts|benchmarks|configs|examples|data|tests)/[\w./-]+$", word)
+        ]
+        assert all((ROOT / name).exists() for name in files), line
+
+
+def test_commands_are_found_in_every_form() -> None:
+    found = [command for page in PAGES for command in commands(page)]
+    assert len(found) > 90
+    assert {"hf-neuron-moe", "python", "torchrun", "accelerate", "bash"} == {command[0] for command in found}
+
+
+def test_blocks_of_yaml_and_json_can_be_read() -> None:
+    blocks = [
+        block for page in PAGES for block in re.findall(r"^```(?:yaml|json)\n(.*?)^```", text_of(page), re.S | re.M)
+    ]
+    assert blocks and all(yaml.safe_load(block) for block in blocks)
 
 
 def test_the_self_contained_pages_have_examples() -> None:

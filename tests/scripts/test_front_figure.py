@@ -39,10 +39,13 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def front() -> ModuleType:
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "figures"))  # where it finds drawing.py
     spec = importlib.util.spec_from_file_location("front", ROOT / "docs" / "figures" / "front.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    monkeypatch.undo()
     return module
 
 

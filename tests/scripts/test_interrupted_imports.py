@@ -15,9 +15,7 @@ import pytest
     ("package", "script"),
     [
         ("torch", "finetune.py"),
-        ("torch", "demo.py"),
         pytest.param("transformers", "finetune.py", marks=pytest.mark.slow),
-        pytest.param("transformers", "demo.py", marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_during_the_imports_ends_in_one_line(script: str, package: str, repo_root: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from make_sotu_excerpt import read_speeches, split, write_jsonl
 
-DATA = Path(__file__).resolve().parents[2] / "data" / "sotu"
+DATA = Path(__file__).resolve().parents[2] / "hf_neuron_moe" / "demo" / "sotu"
 
 
 def read(name: str) -> list[dict[str, object]]:
@@ -25,7 +25,7 @@ def test_shipped_excerpt_is_split_by_year() -> None:
 def test_shipped_excerpt_is_one_to_two_megabytes_and_states_its_licence() -> None:
     size = sum((DATA / f"{name}.jsonl").stat().st_size for name in ("train", "eval"))
     assert 1_000_000 <= size <= 2_000_000
-    licence = (DATA / "LICENSE").read_text(encoding="utf-8")
+    licence = (DATA / "LICENSE.txt").read_text(encoding="utf-8")
     assert "PDDL-1.0" in licence and "CC0-1.0" in licence
 
 

@@ -1,4 +1,4 @@
-"""Two processes train together and save safe checkpoints; then one gets a NaN, and then another precision.
+"""Two processes train together and save safe checkpoints; then one gets a NaN, another precision, a stale weight.
 
     torchrun --nproc-per-node 2 -m tests.training.rank_driver FOLDER
 
@@ -17,9 +17,17 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_neuron_moe import NeuronMoECallback, patch_model
-from hf_neuron_moe.errors import NeuronMoEWarning, NonFiniteWeightsError, RankError, UnsupportedModelError
+from hf_neuron_moe.errors import (
+    GuardError,
+    NeuronMoEWarning,
+    NonFiniteWeightsError,
+    RankError,
+    UnsupportedModelError,
+)
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
 from tests.tiny_models import tiny_model, tokens
+from tests.training.guard.breaking import Breaking
+from tests.training.guard.faults import fault_named
 
 
 class SafeTrainer(SafeCheckpointMixin, Trainer):
@@ -89,7 +97,16 @@ def main(folder: Path) -> None:
             trained(folder / "other", False, [NeuronMoECallback()], precision=precisions[rank])
         except (RankError, UnsupportedModelError) as error:
             differing.append([type(error).__name__, str(error)])
+    stopped = ""
+    fault = fault_named("dropped expert")
+    breaking = Breaking(fault, "model.layers.0.mlp.experts", 2)
+    try:
+        callbacks = [breaking, NeuronMoECallback(guard="stop")] if rank == 1 else [NeuronMoECallback(guard="stop")]
+        trained(folder / "guarded", False, callbacks, precision="bf16")
+    except GuardError as error:
+        stopped = str(error)
     result = {
+        "stopped": stopped,
         "differing": differing,
         "losses": losses,
         "again": again,

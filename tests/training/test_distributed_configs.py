@@ -1,4 +1,4 @@
-"""The files of configs/distributed: their layouts work, and need what they say."""
+"""The configurations in distributed/: their layouts work, and need what they say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_neuron_moe.training.memory_estimate import optimizer_bytes
 from hf_neuron_moe.training.one_rank import Layout, uneven, what_a_rank_holds
 from tests.training.test_estimate import LARGE
 
-FILES = sorted((Path(__file__).resolve().parents[2] / "configs" / "distributed").glob("*.yaml"))
+FILES = sorted((Path(__file__).resolve().parents[2] / "hf_neuron_moe" / "configs" / "distributed").glob("*.yaml"))
 CONFIGS: dict[str, tuple[PretrainedConfig, int]] = {
     **{name: LARGE[name][:2] for name in ("mixtral-8x7b", "qwen3-30b-a3b")},
     "gpt-oss-20b": (GptOssConfig(num_hidden_layers=24, num_local_experts=32), 20_914_757_184),

@@ -208,6 +208,10 @@ def test_two_processes(repo_root: Path, tmp_path: Path) -> None:
     mark = json.loads((tmp_path / "run" / "checkpoint-4" / "neuron_moe_complete.json").read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(mark["files"])
     assert folders(tmp_path / "run") == {"checkpoint-2", "checkpoint-4"}
+    assert ranks[0]["stopped"] == ranks[1]["stopped"] != ""  # what only the second process found
+    assert "of expert 2 of down in model.layers.0.mlp.experts, step 2" in ranks[0]["stopped"]
+    assert folders(tmp_path / "guarded") == {"neuron_moe"}
+    assert (tmp_path / "guarded" / "neuron_moe" / "guard_step2_process1.safetensors").is_file()
     precision, stock = zip(*(rank["differing"] for rank in ranks))
     assert precision[0] == precision[1] and precision[0][0] == "RankError"
     assert (

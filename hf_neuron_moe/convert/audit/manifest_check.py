@@ -41,7 +41,7 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], m
     codes = codes_kept(_both(weight, manifest), manifest.encodings) if permuted else ""
     fused = FusedWeight(weight, shape if experts is None else (experts, *shape), tuple(pieces), codes)
     reordered = [piece for piece in pieces if piece.interleaved or piece.up_first]
-    alone = is_gate_up(weight) and len(pieces) == 1 and pieces[0].transposed is pieces[0].interleaved
+    alone = is_gate_up(weight) and len(pieces) == 1 and pieces[0].transposed <= pieces[0].interleaved
     if reordered and (not alone or pieces[0].up_first is pieces[0].interleaved):
         return ["made of interleaved tensors that are no gate_up weight"]
     if {piece.dtype for piece in pieces} - WEIGHT_DTYPES.keys() or (is_gate_up(weight) and shape[0] % 2):

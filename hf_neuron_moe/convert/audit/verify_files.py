@@ -20,11 +20,11 @@ from hf_neuron_moe.convert.io.file_hashes import hash_file
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE
 from hf_neuron_moe.convert.io.nonfinite import count_nonfinite
 from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, files_below
-from hf_neuron_moe.convert.io.source import read_header
+from hf_neuron_moe.convert.io.source import inside, read_header
 from hf_neuron_moe.convert.io.tensors import TORCH_DTYPES, open_tensors
 from hf_neuron_moe.convert.layout.orientations import FORWARD, SCALES, WORD_LAYOUTS
 from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
-from hf_neuron_moe.errors import ConversionError, naming
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming
 
 Found = Iterator[tuple[str, str]]
 Headers = Mapping[str, list[tuple[str, str]]]  # What differs between each shard's header and the manifest
@@ -44,10 +44,12 @@ def check_files(converted: Path, manifest: Manifest, headers: Headers, step: Ste
         if file not in expected:
             yield MANIFEST_FILE, f"no checksum of {file}"
     for file, checksum in sorted(expected.items()):
-        path = converted / file
-        if path.is_symlink() or not path.is_file():
+        try:
+            path = inside(converted, file)  # a link only as the Hub's cache has them
+        except SourceDamageError:
             yield file, "missing"
-        elif checksum and checksum == hash_file(path, step):
+            continue
+        if checksum and checksum == hash_file(path, step):
             continue
         elif file not in shards:
             yield file, "its bytes are not those that were written"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json
 from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, inside, read_index
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE
+from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, with_article
 from hf_neuron_moe.precision_map import spelled
 
@@ -75,7 +75,7 @@ def _check_folder(directory: Path, expected: str) -> None:
     name, kind = directory.as_posix(), ConversionError if directory.is_file() else SourceDamageError
     got, fix = "no such folder", "Check the spelling."
     if directory.suffix in (".yaml", ".yml") and directory.is_file():
-        got, fix = "a YAML file", "Give the model's folder, which finetune.py's files name in `model:`."
+        got, fix = "a YAML file", "Give the model's folder, which the files of `train` name in `model:`."
     elif directory.suffix == ".gguf" and directory.is_file():
         got, fix = (
             "a file",
@@ -143,6 +143,7 @@ def resolve_source(source: Path | str, *, weights: bool = True) -> Path:
 
 def weights_of(snapshot: Path) -> list[str]:
     """Names of the files of the index, or the single one: a repository may hold the same weights a second time."""
-    if not (snapshot / INDEX_FILE).is_file():
+    index = INDEX_OUT if is_conversion(snapshot) else INDEX_FILE
+    if not (snapshot / index).is_file():
         return [SINGLE_FILE]
-    return sorted(set(read_index(inside(snapshot, INDEX_FILE))[0].values()))
+    return sorted(set(read_index(inside(snapshot, index))[0].values()))

@@ -24,12 +24,12 @@ class Place(NamedTuple):
     """Where a matrix of values lies in its tensor."""
 
     expert: int | None  # Index on the first of three axes; None for a tensor without it
-    row: int  # Of the first value
+    rows: slice
     columns: slice
 
     def of(self, row: int, column: int) -> list[int]:
         """Indices in the tensor of a value, given its indices in the matrix."""
-        own = [self.row + row, self.columns.start + column * (self.columns.step or 1)]
+        own = [part.start + at * (part.step or 1) for part, at in ((self.rows, row), (self.columns, column))]
         return own if self.expert is None else [self.expert, *own]
 
 

@@ -124,8 +124,9 @@ def store(
             for rows, places in _reads(piece, part):
                 with naming("convert"):
                     read_rows = read(piece, index, rows)
-                for columns, row, column in places:
-                    values, at = read_rows[:, columns], Place(index, rows.start, columns)
+                for own, columns, row, column in places:
+                    at = Place(index, slice(rows.start + own.start, None, own.step), columns)
+                    values = read_rows[own, columns]
                     with naming("convert"):
                         check_or_count(values, on_nonfinite, kept, file=piece.file, name=piece.source, at=at)
                     values = _rows_first(values, piece)
@@ -171,21 +172,27 @@ def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) ->
     return out
 
 
-def _reads(piece: Piece, part: Part) -> Iterator[tuple[slice, list[tuple[slice, int, int]]]]:
-    """Rows to read together of a piece, and which columns of them go to which row and column of the part's matrix."""
-    step = _rows_per_read(piece)
+def _reads(piece: Piece, part: Part) -> Iterator[tuple[slice, list[tuple[slice, slice, int, int]]]]:
+    """Rows to read together of a piece, and which of them and of their columns go where in the part's matrix."""
+    step, whole = _rows_per_read(piece), slice(0, None)
     blocks = list(part.blocks(piece.rows))
-    if not piece.transposed:
+    if piece.transposed:  # rows of the source are columns of the blocks, the same ones of all
+        for wanted in [block.columns for block in blocks[:1]]:
+            for start in range(wanted.start, wanted.stop, step):
+                places = [(whole, piece.source_rows(block.rows), block.row, start - wanted.start) for block in blocks]
+                yield slice(start, min(start + step, wanted.stop)), places
+    elif piece.interleaved:  # pairs of rows, the same ones of gate and up
+        for wanted in [block.rows for block in blocks[:1]]:
+            for start in range(wanted.start, wanted.stop, max(1, step // 2)):
+                moved, stop = start - wanted.start, min(start + max(1, step // 2), wanted.stop)
+                halves = enumerate(blocks)
+                places = [(slice(half, None, 2), block.columns, block.row + moved, 0) for half, block in halves]
+                yield slice(2 * start, 2 * stop), places
+    else:
         for block in blocks:
             for start in range(block.rows.start, block.rows.stop, step):
-                place = (block.columns, block.row + start - block.rows.start, 0)
+                place = (whole, block.columns, block.row + start - block.rows.start, 0)
                 yield piece.source_rows(slice(start, min(start + step, block.rows.stop))), [place]
-        return
-    # Rows of the source are columns of the blocks, the same ones of all.
-    for wanted in [block.columns for block in blocks[:1]]:
-        for start in range(wanted.start, wanted.stop, step):
-            places = [(piece.source_rows(block.rows), block.row, start - wanted.start) for block in blocks]
-            yield slice(start, min(start + step, wanted.stop)), places
 
 
 def _rows_per_read(piece: Piece) -> int:

@@ -1,0 +1,98 @@
+"""The command ``train``: fine-tune from a YAML file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.finetune.options import Options
+
+CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""Of the command: what it does not know is for the configuration."""
+
+NEEDED = ("trl", "peft", "datasets", "jinja2")
+
+
+def train(
+    context: typer.Context,
+    list_configs: Annotated[bool, typer.Option("--list-configs", help="List the package's configurations.")] = False,
+    show_config: Annotated[str | None, typer.Option("--show-config", metavar="NAME", help="Print one of them.")] = None,
+    list_keys: Annotated[
+        str | None, typer.Option("--list-keys", metavar="short|sft|dpo", help="List the keys of a configuration.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Find mistakes, load no model, train nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Fine-tune a model: train CONFIG.yaml [--key value ...].
+
+    CONFIG is a YAML file, or the name of one of the package's. Any key of it may follow as an option, which wins:
+    model, train_files, output_dir, lora_rank, the fields of TRL's SFTConfig or DPOConfig, and the neuron_* options.
+    Data: chat messages, ShareGPT, Alpaca, prompt and completion, or text; for `method: dpo` chosen and rejected.
+    Several processes: `torchrun --nproc-per-node 2 -m hf_neuron_moe train CONFIG.yaml`, or `accelerate launch -m`.
+    Ctrl-C stops after the step, with a checkpoint.
+    """
+    from hf_neuron_moe.finetune import configs
+
+    words = list(context.args)
+    if list_configs:
+        typer.echo("\n".join(f"{name:32} {configs.summary_of(name)}" for name in configs.names()))
+        return
+    if show_config is not None:
+        typer.echo(configs.find(show_config).read_text(encoding="utf-8"), nl=False)
+        return
+    _prepare()
+    from hf_neuron_moe.finetune.reading import parser_of, read_options
+
+    if list_keys is not None:
+        typer.echo(parser_of("dpo" if list_keys == "dpo" else "sft", short=list_keys == "short").format_help())
+        return
+    if not words:
+        raise typer.BadParameter("a YAML file or the name of a configuration is needed.", param_hint="CONFIG")
+    options = read_options([*words, *(["--resume_from_checkpoint", "true"] if resume else [])])
+    _run(options, words, check, as_json)
+
+
+def _prepare() -> None:
+    """Name the missing packages together; what must be set before torch is imported is set."""
+    import importlib.util
+
+    from hf_neuron_moe.backends.neuron.versions import settle_environment
+
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        fix = 'Install the extra: pip install "hf-neuron-moe[train]".'
+        raise ConfigError.about("the environment", "one with trl, peft and datasets", f"no {', '.join(missing)}", fix)
+    settle_environment()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _run(options: Options, words: list[str], check_only: bool, as_json: bool) -> None:
+    import torch
+
+    from hf_neuron_moe.finetune.run import TrainingInterrupted, check, finetune
+
+    try:
+        if check_only:
+            _, data = check(options)
+            facts = {"kind": data.kind, "rows": len(data.train), "output_dir": options.training.output_dir}
+            typer.echo(json.dumps({"ok": True, **facts}) if as_json else f"no mistake found: {facts}")
+            return
+        metrics = finetune(options, tell=(lambda text: None) if as_json else typer.echo, quiet=as_json)
+        if as_json and options.training.process_index == 0:
+            typer.echo(json.dumps({"ok": True, "output_dir": options.training.output_dir, "metrics": metrics}))
+    except TrainingInterrupted as interrupted:
+        if options.training.process_index == 0:
+            typer.echo(f"{interrupted}\nresume: hf-neuron-moe train {shlex.join(words)} --resume", err=True)
+        raise
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # its threads may abort the process if Python ends under them

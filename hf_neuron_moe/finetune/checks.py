@@ -1,0 +1,191 @@
+"""What can be told of a run before data or model is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
+from hf_neuron_moe.convert.assign import build_meta_model
+from hf_neuron_moe.device.kernel_support import NO_TRAINING
+from hf_neuron_moe.errors import NeuronMoEError, naming, nearest
+from hf_neuron_moe.finetune.data import files_of
+from hf_neuron_moe.finetune.model_files import (
+    CONFIG_FILE,
+    FROZEN,
+    MARK,
+    check_places,
+    check_weights,
+    content_of,
+    conversion_of,
+    longest_input,
+    read_config,
+)
+from hf_neuron_moe.finetune.needs import check_needs
+from hf_neuron_moe.finetune.options import LoraOptions, Options, bad, one_line
+
+
+def check_run(options: Options) -> bytes | str:
+    """Refuse what cannot work on this machine, before anything is loaded.
+
+    Returns:
+        The bytes of the model's ``config.json``, or why it cannot be looked at.
+
+    Raises:
+        ConfigError: there is no such file, model, tokenizer or checkpoint to resume from, or options contradict each
+            other or the model, or need a package or an account that is not here.
+        SourceDamageError: the model's weights are cut off or missing.
+        BackendUnavailableError: the backend cannot run here.
+    """
+    check_resume(options)
+    check_files(options)
+    check_needs(options.training)
+    if options.training.neuron_patch:
+        # A named backend is refused whatever the device.
+        resolve_backend(options.training.neuron_backend, torch.device("cpu"))
+    check_places(options.model)
+    check_weights(options.model.model)
+    config = read_config(options.model, online=True)
+    check_training(options, config)
+    return config
+
+
+def check_files(options: Options) -> None:
+    """Refuse files of data, or of a chat template, that are not there."""
+    for argument in ("train_files", "eval_files"):
+        files_of(getattr(options.data, argument), argument)
+    template = getattr(options.training, "chat_template_path", None)
+    if template and template.endswith((".jinja", ".j2")):
+        files_of([template], "chat_template_path")
+
+
+def check_training(options: Options, config: bytes | str) -> None:
+    """Refuse options that the Trainer, or the model once it is loaded, would refuse.
+
+    Args:
+        options: of the run.
+        config: what ``read_config`` returned.
+
+    Raises:
+        ConfigError: rows that are longer than the model's positions; adapters on layers that it does not have; weights
+            in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is to be trained
+            without adapters.
+    """
+    check_length(options, config)
+    check_targets(options, config)
+    frozen = conversion_of(config) in FROZEN
+    if frozen:
+        check_quantized(options.lora)
+    if not options.training.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return
+    training = options.training
+    kernel_home = training.neuron_weights == "kernel" or (
+        training.neuron_weights == "auto"
+        and training.neuron_backend in NEURON_BACKENDS
+        and training.neuron_fallback != "torch"  # blocks that PyTorch computes stay in the stock layout
+    )
+    if training.neuron_patch and not frozen and kernel_home:
+        auto = "" if training.neuron_weights == "kernel" else f", which is kernel on backend {training.neuron_backend}"
+        expected = "'stock' under FSDP, whose checkpoints go by the stock names and shapes"
+        got = f"{training.neuron_weights!r}{auto}"
+        raise bad("neuron_weights", expected, got, "Set neuron_weights: stock; the values are the same.")
+    check_merging(options.lora, sharded=True)
+
+
+def check_length(options: Options, config: bytes | str) -> None:
+    """Refuse rows that may be longer than the model's positions; a default is lowered to these.
+
+    Raises:
+        ConfigError: ``max_length`` was given and is larger.
+    """
+    longest, training = longest_input(config), options.training
+    if longest is None or training.max_length is None or training.max_length <= longest:
+        return
+    if "max_length" in options.places:
+        expected = f"at most {longest}, the positions of {options.model.model}"
+        raise bad("max_length", expected, str(training.max_length), f"Set max_length: {longest} or less.")
+    training.max_length = longest
+
+
+def check_targets(options: Options, config: bytes | str) -> None:
+    """Refuse adapters none of whose target layers the model has.
+
+    As in peft, a target is a module's whole name or its last parts, and one that is found is enough. Models that
+    cannot be built by their configuration alone, and what patching takes away, are left to peft.
+
+    Raises:
+        ConfigError: it has none of them.
+    """
+    lora = options.lora
+    if isinstance(config, str) or not lora.lora_rank or lora.lora_parameters or lora.lora_targets == ["all-linear"]:
+        return
+    model = meta_model(options.model.model, config)
+    if isinstance(model, str):
+        return
+    names = [f".{name}" for name, _ in model.named_modules()]
+    if any(name.endswith(f".{target}") for name in names for target in lora.lora_targets):
+        return
+    layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D))
+    linear = sorted({name.rpartition(".")[2] for name in layers})
+    near = next(filter(None, (nearest(target, linear) for target in lora.lora_targets)), "")
+    expected, got = f"linear layers of {options.model.model}, or all-linear", ", ".join(lora.lora_targets) or "none"
+    raise bad("lora_targets", expected, got, f"It has {', '.join(linear)}.{near}")
+
+
+def meta_model(name: str, config: bytes) -> PreTrainedModel | str:
+    """The model of a configuration, a conversion's as its source's was, without weights; or why it cannot be built."""
+    if conversion_of(config) is not None:
+        config = json.dumps({key: value for key, value in content_of(config).items() if key != MARK}).encode()
+    with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
+        (Path(folder) / CONFIG_FILE).write_bytes(config)
+        try:
+            with naming("train"):
+                return build_meta_model(Path(folder))
+        except NeuronMoEError as error:
+            return one_line(error).replace(folder, name)
+
+
+def check_quantized(lora: LoraOptions) -> None:
+    """Refuse to train a base of MX codes without adapters, or to merge adapters into it."""
+    if lora.lora_rank and not lora.lora_merge:
+        return
+    argument, expected = ("lora_merge", "off") if lora.lora_rank else ("lora_rank", "positive")
+    fix = "Train adapters on it and keep them apart, or `hf-neuron-moe export` it first."
+    raise bad(argument, expected, "a checkpoint whose blocks are frozen MX codes", fix)
+
+
+def check_quantized_backend(backend: str, fallback: str) -> None:
+    """Refuse to train on a base of MX codes by kernels alone: none trains through them."""
+    if backend == "torch" or fallback == "torch":
+        return
+    fix = (
+        "Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train from "
+        "the original checkpoint, or from a conversion in bf16."
+    )
+    expected = f"torch for a frozen MX base on backend {backend}"
+    raise bad("neuron_fallback", expected, f"{fallback!r}, and {NO_TRAINING}", fix)
+
+
+def check_merging(lora: LoraOptions, *, sharded: bool) -> None:
+    """Refuse to merge adapters into weights that FSDP shards."""
+    if sharded and lora.lora_merge:
+        fix = "Load the saved adapter in one process and call merge_and_unload() there."
+        raise bad("lora_merge", "false under FSDP", "true", fix)
+
+
+def check_resume(options: Options) -> None:
+    """Refuse a checkpoint to resume from that is none."""
+    wish = options.training.resume_from_checkpoint
+    if not wish or wish is True or wish in ("auto", "true", "True") or (Path(wish) / TRAINER_STATE_NAME).is_file():
+        return
+    got = f"{wish!r} without one" if Path(wish).is_dir() else f"{wish!r}, which does not exist"
+    expected = f"a checkpoint folder (with {TRAINER_STATE_NAME}), true or auto"
+    fix = "Name a checkpoint-N folder; auto takes the newest of output_dir, or starts anew."
+    raise bad("resume_from_checkpoint", expected, got, fix)

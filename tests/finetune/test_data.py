@@ -1,0 +1,224 @@
+"""Data of every kind from files of every kind: what the model reads, and which tokens count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
+from hf_neuron_moe.finetune import read_options
+from hf_neuron_moe.finetune.data import Data, load_data
+from hf_neuron_moe.finetune.model import load_tokenizer
+from hf_neuron_moe.finetune.run import check, make_trainer
+from tests.finetune.data_files import ANSWERS, CHATS, QUESTIONS, ROWS, words, write
+from tests.refusals import refused
+
+
+def loaded(model: Path, file: Path | str, folder: Path, **keys: Any) -> Data:
+    options = read_options(words(model, Path(file), folder / "out", **keys))
+    return load_data(options, load_tokenizer(options.model))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+@pytest.mark.parametrize("kind", ["messages", "conversations", "alpaca", "completion", "text"])
+def test_kinds_are_told_by_their_columns(kind: str, suffix: str, models: dict[str, Path], tmp_path: Path) -> None:
+    if suffix == ".csv" and kind in ("messages", "conversations"):
+        return  # csv has no lists
+    data = loaded(models["llama"], write(tmp_path, ROWS[kind], suffix), tmp_path)
+    assert data.kind == kind and len(data.train) == len(QUESTIONS) and data.held_out is None
+    row = data.train[3]
+    if kind in ("messages", "conversations"):
+        assert row == {"messages": CHATS[3]}
+    elif kind == "alpaca":
+        assert row["prompt"] == [{"role": "user", "content": f"Add\n\n{QUESTIONS[3]}"}]
+        assert row["completion"] == [{"role": "assistant", "content": ANSWERS[3]}]
+    else:
+        assert row == ROWS[kind][3]
+
+
+def test_text_files_are_documents_and_text_is_packed(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write(tmp_path, ROWS["text"], ".txt")
+    options = read_options(words(models["llama"], file, tmp_path))
+    data = load_data(options, load_tokenizer(options.model))
+    assert data.train[:] == {"text": [file.read_text()]}
+    assert (options.training.packing, options.training.packing_strategy) == (True, "bfd_split")
+    options = read_options(words(models["llama"], file, tmp_path, packing=False))
+    load_data(options, load_tokenizer(options.model))
+    assert options.training.packing is False
+
+
+def test_alpaca_without_a_template_is_text(models: dict[str, Path], tmp_path: Path) -> None:
+    row = loaded(models["plain"], write(tmp_path, ROWS["alpaca"]), tmp_path).train[3]
+    assert row["prompt"].endswith(f"### Input:\n{QUESTIONS[3]}\n### Response:\n") and row["completion"] == ANSWERS[3]
+
+
+def test_evaluation_data_is_a_share_or_has_files(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write(tmp_path, ROWS["messages"])
+    data = loaded(models["llama"], file, tmp_path, eval_share=0.25, max_train_samples=3)
+    assert data.held_out is not None and data.held_out["messages"][:] == CHATS[6:]
+    assert data.train["messages"][:] == CHATS[:3]
+    data = loaded(models["llama"], file, tmp_path, eval_files=file, max_eval_samples=2)
+    assert data.held_out is not None and (len(data.train), len(data.held_out)) == (8, 2)
+
+
+def test_hub_datasets_are_loaded_by_name_and_split(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load(name: str, config: str | None, *, split: str) -> Dataset:
+        asked.append((name, config, split))
+        if name != "me/chats":
+            raise ValueError("no such dataset.")
+        return Dataset.from_list(ROWS["messages"])
+
+    monkeypatch.setattr("hf_neuron_moe.finetune.data.load_dataset", load)
+    given = words(models["llama"], Path("none"), tmp_path, dataset="me/chats", eval_split="test", dataset_config="big")
+    del given[given.index("--train_files") : given.index("--train_files") + 2]
+    options = read_options(given)
+    data = load_data(options, load_tokenizer(options.model))
+    assert asked == [("me/chats", "big", "train"), ("me/chats", "big", "test")] and len(data.train) == 8
+    options = read_options([*given, "--dataset", "you/chats"])
+    with refused(ConfigError, "dataset", got="'you/chats', which cannot be loaded: no such dataset"):
+        load_data(options, load_tokenizer(options.model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "counted"),
+    [
+        ("messages", {"assistant_only_loss": True}, f"{ANSWERS[3]}<|end|>"),
+        ("conversations", {}, f"<user>{QUESTIONS[3]}\n<assistant>{ANSWERS[3]}<|end|>"),
+        ("alpaca", {}, f"{ANSWERS[3]}<|end|>"),
+        ("completion", {}, f"{ANSWERS[3]}<|end|>"),
+        ("completion", {"completion_only_loss": False}, f"{QUESTIONS[3]}{ANSWERS[3]}<|end|>"),
+        ("text", {"packing": False}, f"{QUESTIONS[3]} {ANSWERS[3]}<|end|>"),
+    ],
+)
+def test_losses_count_the_tokens_of_the_answers(
+    kind: str, keys: dict[str, Any], counted: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = read_options(words(models["llama"], write(tmp_path, ROWS[kind]), tmp_path / "out", **keys))
+    tokenizer, data = check(options)
+    trainer = make_trainer(options, tokenizer, data)
+    row = trainer.train_dataset[3]
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == counted
+    assert QUESTIONS[3] in tokenizer.decode(row["input_ids"]).replace("\n\n", " ")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_packed_documents_do_not_see_each_other(
+    family: str, attention: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    keys = {"packing": True, "max_length": 256, "attn_implementation": attention}
+    options = read_options(words(models[family], write(tmp_path, ROWS["messages"]), tmp_path / "out", **keys))
+    trainer = make_trainer(options, *check(options))
+    batch = next(iter(trainer.get_train_dataloader()))
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert len(starts) == len(CHATS) > len(trainer.train_dataset)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    model = trainer.model.eval()
+    with torch.no_grad():
+        packed = model(**inputs, use_cache=False).logits[0]
+        alone = torch.cat([model(ids[None]).logits[0] for ids in batch["input_ids"][0].tensor_split(starts[1:])])
+        joined = model(batch["input_ids"]).logits[0]
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    assert (joined - alone).abs().max() > 1e-2, "one that sees the documents before it computes something else"
+
+
+def test_empty_rows_are_left_out_with_a_warning(models: dict[str, Path], tmp_path: Path) -> None:
+    for kind, empty in (
+        ("text", {"text": " \n"}),
+        ("messages", {"messages": CHATS[0][:1]}),
+        ("completion", {"prompt": "x", "completion": ""}),
+        ("alpaca", {"instruction": "", "input": "", "output": "x"}),
+    ):
+        file = write(tmp_path, [*ROWS[kind], empty, empty])
+        with pytest.warns(NeuronMoEWarning, match="train_files: 2 of 10 rows are empty and are left out"):
+            assert len(loaded(models["llama"], file, tmp_path).train) == 8
+        with refused(ConfigError, "train_files", got="2 empty rows and no other"):
+            loaded(models["llama"], write(tmp_path, [empty, empty]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "got"),
+    [
+        ([{"text": "a"}, {"text": None}], "null in column 'text' (FILE, line 2)"),
+        ([{"text": 7}], "int '7' in column 'text' (FILE, line 1)"),
+        ([{"text": "a"}, {"text": 5}], "int '5' in column 'text' (FILE, line 2)"),
+        ([{"messages": "hello"}], "str 'hello' in column 'messages' (FILE, line 1)"),
+        ([ROWS["messages"][0], {"messages": []}], "list '[]' in column 'messages' (FILE, line 2)"),
+        ([{"messages": [{"role": "asistant", "content": "a"}]}], "role str 'asistant' in message 1 of column"),
+        ([{"messages": [{"role": "user", "content": 3}]}], "content int '3' in message 1 of column 'messages' (FILE"),
+        ([{"messages": ["hi"]}], "str 'hi' in message 1"),
+        ([{"conversations": [{"from": "gpt"}]}], "content null in message 1 of column 'conversations'"),
+        ([{"prompt": "a", "completion": None}], "null in column 'completion'"),
+        ([{"prompt": "a", "completion": CHATS[0]}], "strings and lists of messages in one row"),
+        ([{"instruction": None, "output": "b"}], "null in column 'instruction'"),
+    ],
+)
+def test_what_is_wrong_in_a_row_names_its_line(
+    rows: list[dict[str, Any]], got: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write(tmp_path, rows)
+    with refused(ConfigError, "train_files", got=got.replace("FILE", str(file))):
+        loaded(models["llama"], file, tmp_path)
+
+
+def test_lines_are_counted_over_files_and_blank_lines(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('\n\n{"text": null}\n')
+    with refused(ConfigError, "train_files", rf"\({tmp_path}/b\.jsonl, line 3\)"):
+        loaded(models["llama"], tmp_path / "*.jsonl", tmp_path)
+    file = write(tmp_path, [{"text": "a"}, {"text": None}], ".csv")
+    with refused(ConfigError, "train_files", rf"\(row 2 of {file}\)"):
+        loaded(models["llama"], file, tmp_path)
+
+
+def test_damaged_files_and_unknown_columns(models: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for text, got in (
+        ('{"text": "a"}\n{"text": cut\n', f"{file}, line 2: Expecting value"),
+        ("", f"{file}, which is empty"),
+        ('{"text": "a"}\n[1]\n', f"{file}, line 2: a list instead of a JSON object"),
+    ):
+        file.write_text(text)
+        with refused(ConfigError, "train_files", got=got):
+            loaded(models["llama"], file, tmp_path)
+    file.write_text('{"texts": "a"}\n')
+    with refused(ConfigError, "train_files", r"dataset_text_field\. Did you mean 'texts'\?", got="texts"):
+        loaded(models["llama"], file, tmp_path)
+    assert loaded(models["llama"], file, tmp_path, dataset_text_field="texts").kind == "text"
+    with refused(ConfigError, "dataset_text_field", got="texts"):
+        loaded(models["llama"], file, tmp_path, dataset_text_field="body")
+    with refused(ConfigError, "train_files", "chosen and rejected", got="texts"):
+        loaded(models["llama"], file, tmp_path, method="dpo")
+    (tmp_path / "b.txt").write_text("a")
+    with refused(ConfigError, "train_files", got=".jsonl and .txt"):
+        loaded(models["llama"], tmp_path / "?.*", tmp_path)
+
+
+def test_chats_need_a_template_and_marks_for_answers(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write(tmp_path, ROWS["messages"])
+    with refused(ConfigError, "tokenizer", "chat_template_path", got="one without"):
+        loaded(models["plain"], file, tmp_path)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for keys, argument in (({}, None), ({"assistant_only_loss": True}, "assistant_only_loss")):
+        options = read_options(words(models["plain"], file, tmp_path, chat_template_path=template, **keys))
+        if argument is None:
+            assert check(options)[1].kind == "messages"
+            continue
+        with refused(ConfigError, argument, "generation"):
+            check(options)
+    template.write_text("{{ raise_exception('roles must alternate') }}")
+    with refused(ConfigError, "train_files", got="messages that the chat template refuses: roles must alternate"):
+        check(read_options(words(models["plain"], file, tmp_path, chat_template_path=template)))
+    with refused(ConfigError, "assistant_only_loss", got="rows of text"):
+        loaded(models["llama"], write(tmp_path, ROWS["text"]), tmp_path, assistant_only_loss=True)
+    with refused(ConfigError, "completion_only_loss", got="rows of messages"):
+        loaded(models["llama"], write(tmp_path, ROWS["messages"]), tmp_path, completion_only_loss=True)

@@ -1,0 +1,232 @@
+"""Options from files and the command line: the package's configurations, types, and what is an error with which hint."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+from make_tiny_model import tiny_config
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, UnsupportedModelError, nearest
+from hf_neuron_moe.finetune import configs, read_options
+from hf_neuron_moe.finetune.model import adapters, patch
+from hf_neuron_moe.finetune.options import Options, known_options
+from hf_neuron_moe.finetune.reading import ELSEWHERE, parser_of, read_yaml
+from hf_neuron_moe.training.prepare import refuse_unsavable_adapters
+from tests.refusals import refused
+
+FAMILY = {
+    "llama-3-8b": "llama",
+    "qwen3-30b-a3b": "qwen3_moe",
+    "mixtral-8x7b": "mixtral",
+    "gpt-oss-20b": "gpt_oss",
+    "smollm2-135m": "llama",
+    "smollm2-gpt-oss": "gpt_oss",
+    "smollm2-mixtral": "mixtral",
+    "tiny-llama": "llama",
+    "tiny-mixtral": "mixtral",
+}
+"""Model family of each configuration; its tiny twin stands in for it here."""
+
+
+def options_of(name: str, *overrides: str) -> Options:
+    return read_options([name, "--use_cpu", "true", *overrides])
+
+
+def test_every_configuration_is_found_by_its_name_and_reads() -> None:
+    names = configs.names()
+    assert {name for name in names if "/" not in name} == set(FAMILY)
+    assert {"distributed/deepseek-v3-trn2", "neuron/trn2-olmoe", "accelerate/fsdp2-cpu"} <= set(names)
+    for name in names:
+        assert configs.find(name) == configs.find(name.rpartition("/")[2]) == configs.find(f"{name}.yaml")
+        assert configs.summary_of(name)
+        if not name.startswith(configs.LAUNCHER):
+            assert options_of(name).training.output_dir == f"runs/{name.rpartition('/')[2]}"
+    with refused(ConfigError, "CONFIG", r"Did you mean 'mixtral-8x7b'\?", got="'mixtral-8x7'"):
+        configs.find("mixtral-8x7")
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_configuration_patches_its_family_as_it_says(name: str) -> None:
+    options = options_of(name)
+    written = read_yaml(configs.find(name))
+    for part in (options.model, options.data, options.lora):
+        assert all(getattr(part, key) == given.value for key, given in written.items() if hasattr(part, key))
+    assert options.training.learning_rate == written["learning_rate"].value
+    model = AutoModelForCausalLM.from_config(tiny_config(FAMILY[name]))
+    report = patch(model, options.training, options.lora)
+    assert report is not None
+    assert len(report.patched) == 2 and not report.refused and not report.skipped
+    assert report.config.precision == options.training.neuron_precision
+    found = adapters(options.lora)
+    assert (found is None) == (options.lora.lora_rank == 0)
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_what_the_head_of_a_configuration_names_is_there(name: str, repo_root: Path) -> None:
+    head = configs.find(name).read_text(encoding="utf-8").partition("\nmodel:")[0]
+    for script in re.findall(r"scripts/\w+\.\w+", head):
+        assert (repo_root / script).is_file()
+    for known in re.findall(r"(?:hf-neuron-moe|hf_neuron_moe) train ([\w-]+)", head):
+        assert known == "NAME" or configs.find(known)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> None:
+    options = options_of("tiny-mixtral", "--max_steps", "3", "--neuron-precision", "mxfp8", "--lora_targets", "q", "v")
+    assert options.training.max_steps == 3
+    assert options.training.neuron_precision == "mxfp8"
+    assert options.training.per_device_train_batch_size == 4
+    assert options.lora.lora_targets == ["q", "v"]
+    assert options.places["max_steps"] == "command line" and options.places["dtype"].endswith("mixtral.yaml, line 5")
+    again = options_of("tiny-mixtral", "--learning_rate=1e-4", "--no_neuron_patch", "--weight_decay", "0")
+    assert (again.training.learning_rate, again.training.neuron_patch) == (1e-4, False)
+
+
+def test_values_are_of_their_fields_types(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    # YAML 1.1 reads 1e-4 as text and no as false; a single name stands for a list of one.
+    text = "base: &base {weight_decay: 0, use_cpu: true}\nmodel: m\ntrain_files: a.jsonl\nlearning_rate: 1e-4\n"
+    text = text.replace("base: &base {weight_decay: 0, use_cpu: true}\n", "weight_decay: 0\nuse_cpu: true\n")
+    text += "save_strategy: no\ngradient_checkpointing_kwargs: {use_reentrant: false}\nmax_length: null\n"
+    file.write_text(text, encoding="utf-8")
+    options = read_options([str(file)])
+    assert options.training.learning_rate == 1e-4
+    assert isinstance(options.training.weight_decay, float)
+    assert options.data.train_files == ["a.jsonl"]
+    assert options.training.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    assert options.training.save_strategy == "no" and options.training.max_length is None
+    assert options.training.bf16 is False, "TRL's default needs an accelerator"
+
+
+def test_merge_keys_and_empty_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("<<: {model: m, max_steps: 1}\ntrain_files: [a.txt]\nuse_cpu: true\n", encoding="utf-8")
+    assert read_options([str(file)]).training.max_steps == 1
+    file.write_text("# nothing\n", encoding="utf-8")
+    with refused(ConfigError, "model", got="nothing"):
+        read_options([str(file)])
+
+
+WRONG = [
+    ("max_stepz: 3", "key", "Did you mean 'max_steps'"),
+    ("neuron_precison: mxfp8", "key", "Did you mean 'neuron_precision'"),
+    ("lora_target: [q_proj]", "key", "Did you mean 'lora_targets'"),
+    ("packin: true", "key", "Did you mean 'packing'"),
+    ("assistant_only_los: true", "key", "Did you mean 'assistant_only_loss'"),
+    ("block_length: 64", "key", r"'block_length'\. block_length is max_length here\.$"),
+    ("lora_r: 8", "key", r"lora_r is lora_rank here\.$"),
+    ("target_modules: [q_proj]", "key", r"target_modules is lora_targets here\.$"),
+    ("load_in_4bit: true", "key", "Convert the model"),
+    ("beta: 0.1", "key", r"It is an option of method: dpo\.$"),
+    ("colour: red", "key", r"'colour'\. Remove or rename it\.$"),
+    ("deepspeed: ds.json", "deepspeed", r"got 'ds\.json'\. Install it"),
+    ("learning_rate: -1.0", "learning_rate", r"got -1\.0"),
+    ("learning_rate: .nan", "learning_rate", "got nan"),
+    ("max_steps: ten", "max_steps", "a whole number, got 'ten'"),
+    ("max_steps: 1.5", "max_steps", r"got 1\.5"),
+    ("use_liger_kernel: maybe", "use_liger_kernel", "true or false, got 'maybe'"),
+    ("lora_merge: 3", "lora_merge", "got 3"),
+    ("neuron_precision: mxfp9", "precision", "mxfp9.*Did you mean 'mxfp8'"),
+    ("neuron_activations: minimul", "activations", "minimul"),
+    ("dtype: float23", "dtype", "Did you mean 'float32'"),
+    ("dataset: b", "train_files, dataset", "got both"),
+    ("lora_rank: -1", "lora_rank", "got -1"),
+    ("lora_merge: true", "lora_merge", "got no lora_rank"),
+    ("lora_dropout: 0.1\nlora_rank: 2\nlora_parameters: [x]", "lora_dropout", ""),
+    ("eval_share: 1.0", "eval_share", ""),
+    ("max_length: 1", "max_length", ""),
+    ("tp_size: 0", "tp_size", ""),
+    ("per_device_train_batch_size: 0", "per_device_train_batch_size", ""),
+    ("eval_strategy: sometimes", "eval_strategy", "sometimes"),
+    ("eval_strategy: epoch", "eval_strategy", "got none of them"),
+    ("method: ppo", "method", "one of sft, dpo"),
+    ("packing_strategy: best", "packing_strategy", "best"),
+    ("model: again", "model", "got a second time, after line 2"),
+]
+
+
+@pytest.mark.parametrize(("text", "argument", "says"), WRONG, ids=[row[0] for row in WRONG])
+def test_what_a_file_may_not_say_is_found_in_its_line(tmp_path: Path, text: str, argument: str, says: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"train_files: [a.txt]\nmodel: m\nuse_cpu: true\n\n{text}\n", encoding="utf-8")
+    with refused(ConfigError, argument, says) as caught:
+        read_options([str(file)])
+    assert caught.value.where == f"{file}, line {1 if argument == 'train_files, dataset' else 5}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "got"),
+    [("- a\n- b", "", "a sequence"), ("a: 1\nb: [1", ", line 2", "expected ',' or ']'"), ("a:\tb:", ", line 1", "")],
+)
+def test_what_is_no_mapping_is_an_error(tmp_path: Path, text: str, line: str, got: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text, encoding="utf-8")
+    with refused(ConfigError, "content", got=got, where=f"{file}{line}"):
+        read_options([str(file)])
+    file.write_bytes(b"\xff\xfe")
+    with refused(ConfigError, "content", where=str(file)):
+        read_options([str(file)])
+
+
+def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
+    for option in ("--max_step", "--max-step"):  # no abbreviations: they are misspellings
+        with refused(ConfigError, "key", "Did you mean 'max_steps'", where="command line"):
+            options_of("tiny-llama", option, "3")
+    with refused(ConfigError, "CONFIG"):
+        read_options([str(tmp_path / "none.yaml")])
+    with refused(ConfigError, "CONFIG", got="'b.yaml'"):
+        read_options(["tiny-llama", "b.yaml"])
+    with refused(ConfigError, "model", got="nothing"):
+        read_options(["--train_files", "a.txt", "--use_cpu"])
+    with refused(ConfigError, "train_files, dataset", got="neither"):
+        read_options(["--model", "m", "--use_cpu"])
+
+
+def test_bf16_without_a_device_says_what_to_do() -> None:
+    with refused(ConfigError, "bf16", "on a CPU add --use_cpu true"):
+        read_options(["llama-3-8b"])
+    with pytest.raises(NeuronMoEError, match="nki is not installed"):
+        read_options(["trn2-olmoe"])
+
+
+def test_names_from_elsewhere_are_not_ours_and_lead_to_ours() -> None:
+    known = {*known_options("sft"), *known_options("dpo")}
+    assert not set(ELSEWHERE) & known
+    assert {name.partition(",")[0] for name in ELSEWHERE.values()} <= known
+    for name in ("batch_size", "grad_accum"):
+        assert nearest(name, known_options("sft")) == ""
+
+
+def test_checkpointing_is_asked_for_without_a_warning() -> None:
+    """transformers 5.23 renames it; TRL and the configurations have the name that all supported releases know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        options = options_of("mixtral-8x7b", "--gradient_checkpointing_kwargs", '{"use_reentrant": false}')
+        assert options.training.gradient_checkpointing
+        assert options.training.gradient_checkpointing_kwargs == {"use_reentrant": False}
+        assert not options_of("mixtral-8x7b", "--gradient_checkpointing", "false").training.gradient_checkpointing
+
+
+def test_adapters_that_could_not_be_saved_are_an_error_before_training() -> None:
+    from peft import get_peft_model
+
+    options = options_of("tiny-llama", "--lora_rank", "2", "--lora_parameters", "mlp.down_proj")
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    patch_model(model, {"weights": "kernel"})
+    config = adapters(options.lora)
+    assert config is not None
+    with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+        refuse_unsavable_adapters(get_peft_model(model, config))
+
+
+def test_keys_are_listed_short_or_all() -> None:
+    short, whole, dpo = parser_of("sft", short=True), parser_of("sft"), parser_of("dpo")
+    for text in ("--lora_rank", "--neuron_precision", "--learning_rate", "--packing", "--eval_share"):
+        assert text in short.format_help() and text in whole.format_help()
+    assert "--no_neuron_patch" not in whole.format_help()
+    assert "--adam_beta1" in whole.format_help() and "--adam_beta1" not in short.format_help()
+    assert "--loss_weights" in dpo.format_help()
