@@ -162,7 +162,7 @@ def _operands(result: Exploration) -> Section:
         for name, block in blocks.items()
         for product, facts in block.products.items()
     ]
-    saturated = max(max(row) for row in picture("saturated", 100.0))
+    saturated = 100 * max(each[key]["saturated"] for each in figures.values() for key in keys)
     text = (
         "Products read activations (x), weights (W) and gradients (dy) in blocks of 32 values with one scale. "
         f"{DX} is the gradient of a projection's input, {DW} that of its weights. W4 are weights in mxfp4, x saved are "
