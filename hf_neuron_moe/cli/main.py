@@ -62,8 +62,7 @@ def application() -> typer.Typer:
     for command in COMMANDS:
         name = command.replace("-", "_")
         module = importlib.import_module(f"hf_neuron_moe.cli.{name}")
-        settings_of = getattr(module, "CONTEXT", None)
-        app.command(command, context_settings=settings_of)(public(command)(getattr(module, name)))
+        app.command(command, **getattr(module, "COMMAND", {}))(public(command)(getattr(module, name)))
     return app
 
 
