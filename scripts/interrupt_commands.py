@@ -109,6 +109,8 @@ def interrupted(child: int, moment: float) -> tuple[int, float]:
 
 def failure_of(code: int, err: str) -> str:
     """Return what is wrong with how a child ended; nothing where it is right."""
+    if code == -signal.SIGINT and not err:  # before Python itself has begun: the shell reports 130
+        return ""
     if code not in ENDS:
         return f"exit code {code}: {err[-400:]}"
     if "Traceback" in err or "Exception ignored" in err:

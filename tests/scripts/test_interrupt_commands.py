@@ -17,7 +17,7 @@ def test_every_command_has_a_line() -> None:
 
 
 def test_failures_are_seen() -> None:
-    assert failure_of(130, "interrupted\n") == failure_of(0, "") == ""
+    assert failure_of(130, "interrupted\n") == failure_of(0, "") == failure_of(-2, "") == ""
     assert failure_of(130, "Traceback (most recent call last):\ninterrupted\n").startswith("a traceback")
     assert failure_of(130, "Exception ignored in: x\ninterrupted\n").startswith("a traceback")
     assert failure_of(70, "").startswith("exit code") and failure_of(130, "").startswith("no word")
