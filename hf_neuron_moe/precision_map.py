@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_neuron_moe.errors import ConfigError, nearest
 
 DEFAULT_GLOB = "*"
 """The entry of a map for blocks that none of its other globs matches."""
+
+MAX_RECIPE_BYTES = 1_000_000
 
 _FORM = f'a mapping such as {{"{DEFAULT_GLOB}": "mxfp8", "model.layers.0.*": "bf16"}}'
 _SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -98,3 +102,38 @@ def _checked(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     if name == "mxfp4" and name not in allowed:
         hint = " mxfp4 is for converted checkpoints only: `hf-neuron-moe convert --precision mxfp4`."
     raise ConfigError.about(argument, f"one of {', '.join(allowed)}", repr(value), f"Choose one of these.{hint}")
+
+
+def read_recipe(path: Path) -> dict[str, str]:
+    """Read a map of precisions from a YAML or JSON file; ConfigError for anything else and for a key given twice."""
+    import yaml
+
+    try:
+        if (size := path.stat().st_size) > MAX_RECIPE_BYTES:
+            raise ValueError(f"{size:,} bytes")
+        # Tabs are white space in JSON, which is YAML otherwise.
+        pairs = _pairs(yaml.compose(path.read_text(encoding="utf-8").replace("\t", " "), Loader=yaml.SafeLoader))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        expected = f'a YAML or JSON file such as {{"{DEFAULT_GLOB}": "mxfp8", "model.layers.0.*": "bf16"}}'
+        got = f"{path} ({type(error).__name__}: {' '.join(str(error).split())})"
+        fix = "Correct the path." if isinstance(error, OSError) else "Put globs into quotes, and each of them once."
+        raise ConfigError.about("recipe", expected, got, fix) from error
+    return dict(pairs)
+
+
+def _pairs(root: Any) -> list[tuple[str, str]]:
+    """The entries of a YAML mapping of texts; ValueError for anything else and for a key given twice."""
+    if root is None or root.id != "mapping":
+        raise ValueError("no mapping")
+    pairs = [(_text(glob), _text(precision)) for glob, precision in root.value]
+    for glob, count in Counter(glob for glob, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{glob!r} appears twice")
+    return pairs
+
+
+def _text(node: Any) -> str:
+    """The text of a YAML node; ValueError for a list or a mapping."""
+    if not isinstance(node.value, str):
+        raise ValueError(f"a {node.id} within the mapping")
+    return node.value

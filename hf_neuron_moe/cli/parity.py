@@ -13,11 +13,11 @@ import typer
 
 from hf_neuron_moe.activation_policy import activations_from_text
 from hf_neuron_moe.cli.model_folder import quiet_transformers
-from hf_neuron_moe.cli.precision_options import read_recipe
 from hf_neuron_moe.cli.progress_line import watching
 from hf_neuron_moe.cli.shared_options import Json
 from hf_neuron_moe.config import PRECISIONS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, not_one_of
+from hf_neuron_moe.precision_map import read_recipe
 
 if TYPE_CHECKING:
     from hf_neuron_moe.recipes.study import RecipeStudy

@@ -28,8 +28,8 @@ from hf_neuron_moe.formats.swizzle import tile_segments
 OUTLIER = 64.0
 """From how many times the median channel's largest magnitude on a channel counts as an outlier."""
 
-LOST_BITS = 0.25
-"""From how many bits lost by the neighbours of an outlier on it is the reason, and worth folding."""
+LOST_BITS, CHIEF_BITS = 0.05, 0.5
+"""From how many bits lost by its neighbours on an outlier is worth folding, and the reason alone."""
 
 POOR_SAVED_DB = 24.0
 """Below this SQNR, four noise bits of e4m3's six, saving in FP8 is advised against."""
@@ -105,17 +105,18 @@ def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     if form == "bf16":
         return Reason("bf16 rounds operands to 8 significant bits.", "Nothing cheaper is more exact.", OTHER_FORM)
     found = [each for product in PRODUCTS for each in outliers_of(product, block.operands[f"{product} {ACTIVATIONS}"])]
-    found.sort(key=lambda outlier: (outlier.bits_lost, outlier.ratio))
-    # Experts read the same input: of its channels the worst expert's is told.
-    own = {(each.product, each.channel, each.expert if each.product == "down" else 0): each for each in found}
-    outliers = list(own.values())[::-1]
+    own: dict[tuple[str, int, int], Outlier] = {}
+    for each in sorted(found, key=lambda outlier: (-outlier.bits_lost, -outlier.ratio)):
+        # Experts read the same input: each of its channels is told once.
+        own.setdefault((each.product, each.channel, each.expert if each.product == PRODUCTS[1] else 0), each)
+    outliers = list(own.values())
     costly = tuple(outlier for outlier in outliers if outlier.bits_lost >= LOST_BITS)
     saved = [key for key in block.operands if key.endswith(SAVED)]
     poor = any(block.operands[key].figures()["sqnr_db"] < POOR_SAVED_DB for key in saved)
     in_bf16 = " Save its activations in bf16, not in FP8." if poor else ""
-    if costly:
-        remedy = "Fold a power of two into the weights before it (--fold), which bf16 does not notice, "
-        return Reason(_of_outliers(name, costly, block), f"{remedy}or leave it in bf16.{in_bf16}", FOLD, costly)
+    folded = "Fold a power of two into the weights before it (--fold), which bf16 does not notice, or leave it in bf16."
+    if costly and costly[0].bits_lost >= CHIEF_BITS:
+        return Reason(_of_outliers(name, costly, block), folded + in_bf16, FOLD, costly)
     worst = max(PRODUCTS, key=lambda product: block.scores[f"{form} {product}"].total)
     weights = WEIGHTS if form == "mxfp8" else WEIGHTS_MXFP4
     operands = {
@@ -127,16 +128,15 @@ def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     share = block.scores[f"{form} {worst}"].total / (block.scores[form].total or math.nan)
     most = f", {100 * share:.0f} % of the block's change" if 0 < share <= 1 else ""
     text = f"{_product_words(worst)} of {_layer_of(name)}{most}: its {kind} have {figures['sqnr_db']:.1f} dB SQNR"
-    for measure, words in (("flushed", "become zero"), ("saturated", "saturate")):
-        if figures[measure] >= 0.001:
-            text += f", {100 * figures[measure]:.1f} % of them {words}"
+    if figures["flushed"] >= 0.001:
+        text += f", {100 * figures['flushed']:.1f} % of them become zero"
     text += f"{_worst_expert(block, operands[kind][0])}. "
-    text += _of_outliers(name, outliers[:1], block) if outliers else "No channel stands out."
-    remedy = "Leave it in bf16 where the loss matters more than the time."
+    text += _of_outliers(name, costly or outliers[:1], block) if outliers else "No channel stands out."
+    remedy = folded if costly else "Leave it in bf16 where the loss matters more than the time."
     other = block.operands[f"{worst} {weights}, {OTHER_RULE}"].figures()["sqnr_db"] - operands[weights][1]["sqnr_db"]
     if kind == weights and other >= WORTH_DB:
         remedy += f" In a conversion, --scale-rule {OTHER_RULE} gives these weights {other:.1f} dB more."
-    return Reason(text, remedy + in_bf16, KEEP_BF16)
+    return Reason(text, remedy + in_bf16, FOLD if costly else KEEP_BF16, costly)
 
 
 def _of_outliers(name: str, outliers: Sequence[Outlier], block: BlockMeasures) -> str:

@@ -26,9 +26,6 @@ _EXTRA = {f"{product} {short}": f"{product} {kind}" for product in PRODUCTS for 
 _SHORT = {key: short for short, key in (_COLUMNS | _EXTRA).items()}
 """Short names of operands."""
 
-SPELLED_OUT = 5
-"""Blocks whose reason and remedy are paragraphs, not only cells."""
-
 
 def write_explore_page(result: Exploration, path: Path) -> int:
     """Write the page whole or not at all; return its size in bytes."""
@@ -82,8 +79,8 @@ def _rankings(result: Exploration) -> list[Section]:
             title=f"Predicted change of the loss, one block in {form} at a time",
             alt=f"Bars of {len(rows)} blocks from {max(percent):.3g} % to {min(percent):.3g} %.",
         )
-        words = [f"{row.block}: {row.reason.text} {row.reason.remedy}" for row in rows[:SPELLED_OUT]]
-        parts: list[Part] = [bars, *_measured(result, rows), *words, _reasons(result, rows)]
+        words = Table(["block", "why", "remedy"], [[row.block, row.reason.text, row.reason.remedy] for row in rows])
+        parts: list[Part] = [bars, *_measured(result, rows), words, _figures(result, rows)]
         sections.append(Section(f"Blocks in {form}, worst first", parts))
     return sections
 
@@ -106,18 +103,18 @@ def _measured(result: Exploration, rows: list[Ranked]) -> list[Part]:
     ]
 
 
-def _reasons(result: Exploration, rows: list[Ranked]) -> Table:
+def _figures(result: Exploration, rows: list[Ranked]) -> Table:
     def percent(value: float | None) -> float | None:
         return None if value is None else 100 * value / result.loss
 
     products = [product for product in PRODUCTS if product in rows[0].products]
     shares = [f"of it {product}, %" for product in products]
-    columns = ["block", "predicted, %", *shares, "deviation, %", "measured, %", "±", "why", "remedy"]
+    columns = ["block", "predicted, %", *shares, "deviation, %", "measured, %", "±"]
     lines: list[list[Cell]] = []
     for row in rows:
         parts = [percent(row.products[product]) for product in products]
         measured = [percent(value) for value in (row.deviation, row.measured, row.measured_error)]
-        lines.append([row.block, percent(row.predicted), *parts, *measured, row.reason.text, row.reason.remedy])
+        lines.append([row.block, percent(row.predicted), *parts, *measured])
     return Table(columns, lines)
 
 
@@ -160,20 +157,16 @@ def _operands(result: Exploration) -> Section:
             unit="times",
         ),
     ]
-    saturated = picture("saturated", 100.0)
-    if any(any(row) for row in saturated):
-        words = "A heat map of blocks and operands in percent; the table below has the values."
-        maps.append(heat_map(names, columns, saturated, title="Values that saturate", alt=words, unit="%", low=0.0))
     products = [
         [name, product, facts[0] and 10 * math.log10(facts[0] / facts[1]) if facts[1] else None]
         for name, block in blocks.items()
         for product, facts in block.products.items()
     ]
-    none = "" if any(any(row) for row in saturated) else " No value saturates."
+    saturated = 100 * max(each[key]["saturated"] for each in figures.values() for key in keys)
     text = (
         "Products read activations (x), weights (W) and gradients (dy) in blocks of 32 values with one scale. "
         f"{DX} is the gradient of a projection's input, {DW} that of its weights. W4 are weights in mxfp4, x saved are "
-        f"activations that are saved in FP8.{none}"
+        f"activations that are saved in FP8. Scales leave room above the largest value: {saturated:.3g} % saturate."
     )
     facts = ("amax", "channel", "expert", "token")
     largest: list[list[Cell]] = [

@@ -68,8 +68,8 @@ class Operand:
         self.signal_EC[expert] += magnitude_RC.square().sum(0)
         self.noise_EC[expert] += (values_RC - seen_RC).square().sum(0)
         self.flushed_E[expert] += ((seen_RC == 0) & (values_RC != 0)).sum()
-        if token_R is None:  # of weights; the scales of other operands leave room above every finite value
-            self.saturated_E[expert] += saturated(magnitude_RC, seen_RC.abs()).sum()
+        if not amax_C.isfinite().all():  # the scales leave headroom: only infinities get the largest code
+            self.saturated_E[expert] += (magnitude_RC.isinf() & seen_RC.isfinite()).sum()
         self.count_E[expert] += values_RC.numel()
 
     def figures(self) -> dict[str, Any]:
@@ -93,14 +93,6 @@ class Operand:
         """Return each expert's SQNR in dB; NaN of experts without values."""
         pairs = zip(self.signal_EC.sum(1).tolist(), self.noise_EC.sum(1).tolist(), strict=True)
         return [decibels(signal, noise) for signal, noise in pairs]
-
-
-def saturated(magnitude: Tensor, seen: Tensor) -> Tensor:
-    """Return which values became the largest code from beyond its rounding: 6 of e2m1, from 7 on.
-
-    Other codes with this mantissa, and those of e4m3, never differ from their value by more than a sixth.
-    """
-    return (torch.frexp(seen).mantissa == 0.75) & (6 * magnitude > 7 * seen)
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from transformers import TrainingArguments
 
@@ -13,6 +14,7 @@ from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron.versions import settle_environment
 from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, known_names, public
+from hf_neuron_moe.precision_map import read_recipe
 
 DEFAULT_HEALTH_STEPS = 100
 GUARDS, DEFAULT_GUARD_STEPS = ("off", "warn", "stop"), 200
@@ -70,7 +72,7 @@ class NeuronMoEArguments:
     neuron_precision: str = _option(
         "precision",
         "Numbers that patched blocks compute with: bf16, mxfp8 or fp32, or a JSON object of these by glob over module "
-        "names.",
+        "names, or a recipe: a YAML or JSON file with one.",
     )
     neuron_backend: str = _option(
         "backend",
@@ -120,6 +122,9 @@ class NeuronMoEArguments:
                 got = value if isinstance(value, str) else repr(value)
                 fix = "See help(hf_neuron_moe.NeuronMoETrainingArguments)."
                 raise ConfigError.about(name, expected, got, fix).named("NeuronMoEArguments")
+        precision: Any = self.neuron_precision
+        if isinstance(precision, str) and Path(precision).suffix in (".yaml", ".yml", ".json"):
+            self.neuron_precision = cast(Any, read_recipe(Path(precision)))
         config = self.neuron_config()
         given: Any = self.neuron_activations
         if not isinstance(given, str | dict):  # the Trainer writes its arguments into JSON files

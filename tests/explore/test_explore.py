@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.cli.main import main
@@ -73,10 +74,12 @@ def test_one_json_object_with_ranking_and_plan(family, tmp_path, monkeypatch, ca
     assert not list(Path().glob(".explore*"))
 
 
-def test_text_for_people(model_dir, tmp_path, monkeypatch, capsys):
+def test_text_for_people_who_have_nothing_to_fold(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, out = printed(capsys, monkeypatch, model_dir, TEXT, "--tokens", 256, "--length", 64, "--verify", 0)
-    assert code == 0, out
+    sizes = ("--tokens", 256, "--length", 64, "--verify", 0)
+    code, out = printed(capsys, monkeypatch, model_dir, TEXT, *sizes, "--fold", "folded")
+    assert code == 1 and "folded was not written: no block has an outlier channel" in out, out
+    assert list(tmp_path.iterdir()) == []
     for words in ("Change of the loss by mxfp8", "uniform mxfp8", "Plan for trn3", "(times are estimates)", "dB SQNR"):
         assert words in out
 
@@ -114,6 +117,7 @@ def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeyp
     ("arguments", "words", "code"),
     [
         (["--tokens", 10**6], "text must be at least 999,936 tokens long", 2),
+        (["--length", 4097], "length must be at most 4096, the positions of this model", 2),
         (["--tokens", 64, "--length", 64], "at least 256 (4 rows)", 2),
         (["--formats", "mxfp9"], "formats must be one of bf16, mxfp8", 2),
         (["--formats", "bf16"], "with mxfp8, which is planned", 2),
@@ -135,6 +139,43 @@ def test_wrong_options_are_refused_before_anything_is_written(
     assert set(tmp_path.iterdir()) == before
 
 
+def test_a_short_text_names_options_that_it_does_for(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "short.txt"
+    text.write_text("x" * 201)
+    code, out = printed(capsys, monkeypatch, model_dir, text)
+    assert code == 2 and "at least 16,384 tokens long, got 201" in out, out
+    assert "or --tokens 200 --length 50." in out
+    assert Options(tokens=200, length=50).fits(201) == "--tokens 200"
+    text.write_text("x" * 7)
+    assert "Give a longer text: about four" in printed(capsys, monkeypatch, model_dir, text)[1]
+
+
+def test_models_that_do_not_do(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, **sizes)).save_pretrained("gpt2")
+    AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained("bare")
+    for folder, code, words in (
+        ("absent", 3, "no such folder"),
+        ("bare", 2, "a folder with a tokenizer"),
+        ("gpt2", 1, "at least one MLP or experts block"),
+    ):
+        found, out = printed(capsys, monkeypatch, folder, TEXT)
+        assert (found, words in out) == (code, True), out
+
+
+def test_a_loss_that_is_not_finite_is_named_by_block(model_dir, tmp_path):
+    """Finite weights whose products are not."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
+    shutil.copytree(model_dir, tmp_path / "model")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(3e38)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(NeuronMoEError, match=r"row 1 of the text must be finite, .*from the input of model\.layers\.1"):
+        explore(tmp_path / "model", TEXT, SMALL)
+
+
 def test_a_model_that_is_not_finite_is_refused_by_tensor(model_dir, tmp_path):
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
     shutil.copytree(model_dir, tmp_path / "model")
@@ -151,6 +192,7 @@ def test_a_model_that_is_not_finite_is_refused_by_tensor(model_dir, tmp_path):
         ("empty.txt", "", "got 0 in"),
         ("bad.jsonl", '{"txt": "a"}\n', "line 1 of"),
         ("bad.jsonl", "[1]\n", "line 1 of"),
+        ("bad.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "made of chats of the tokenizer's template"),
         ("absent.txt", None, "a file that can be read"),
         ("binary.txt", b"\xff\xfe\xff", "UTF-8"),
     ],
@@ -196,6 +238,35 @@ def test_rows_of_plain_text_are_those_of_json_lines(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefgh\\n"}\n\n{"text": "ij"}\n')
     rows = [token_rows(tmp_path / name, Bytes(), 9, 3, skip=1).tolist() for name in ("a.txt", "a.jsonl")]
     assert rows[0] == rows[1] == [list(b"bcd"), list(b"efg"), list(b"h\ni")]
+
+
+def test_chats_are_cut_by_the_tokenizers_template(tmp_path):
+    class Chats:
+        def apply_chat_template(self, chat, return_dict):
+            return {"input_ids": [len(message["content"]) for message in chat]}
+
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"content": "a"}, {"content": "bb"}]}\n' * 2)
+    assert token_rows(tmp_path / "a.jsonl", Chats(), 4, 2).tolist() == [[1, 2], [1, 2]]
+
+
+def test_memory_does_not_grow_with_the_text(model_dir):
+    held = []
+
+    def look(done: int, total: int) -> None:
+        gc.collect()
+        storages = {each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor}
+        held.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+
+    explore(model_dir, TEXT, Options(tokens=512, length=64, verify=0), progress=look)
+    after_rows = held[1:9]
+    assert max(after_rows) == after_rows[0]
+
+
+def test_a_text_too_short_for_the_limit_is_told(model_dir):
+    """Of a change that differs from row to row, no few rows tell a hundred-thousandth of the loss."""
+    result = explore(model_dir, TEXT, Options(tokens=256, length=64, verify=0, budget="0.00001%"))
+    (words,) = [line for line in result.advice if "is short for the limit" in line]
+    assert int(words.split("About ")[1].split()[0].replace(",", "")) > 256
 
 
 def test_a_run_that_was_stopped_goes_on_and_ends_the_same(model_dir, tmp_path, monkeypatch):

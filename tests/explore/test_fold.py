@@ -27,13 +27,15 @@ def reasons(model: Any, row_L: torch.Tensor) -> dict[str, Reason]:
     return {name: reason_of(name, block, "mxfp8") for name, block in measures.blocks.items()}
 
 
+@pytest.mark.parametrize("power", [12, 20])
 @pytest.mark.parametrize(("family", "plant"), CASES)
-def test_a_planted_channel_is_named_and_folded_away(family: str, plant: Any, tmp_path: Path) -> None:
-    model = loaded(planted(tmp_path / "model", family, plant, layer=1, channel=37, power=20))
+def test_a_planted_channel_is_named_and_folded_away(family: str, plant: Any, power: int, tmp_path: Path) -> None:
+    model = loaded(planted(tmp_path / "model", family, plant, layer=1, channel=37, power=power))
     row_L = torch.randint(3, 200, (64,))
     found = reasons(model, row_L)
     (name,) = [name for name, reason in found.items() if reason.remedy_kind == FOLD]
-    assert "layers.1" in name and "channel 37 is 2**" in found[name].text
+    assert "layers.1" in name and "channel 37 is " in found[name].text
+    assert found[name].text.startswith(("down_proj input", "gate_proj and up_proj input")) == (power == 20)
     (outlier,) = found[name].outliers
     assert outlier.channel == 37 and "of layer 1" in found[name].text
     before = model(input_ids=row_L[None]).logits

@@ -109,6 +109,15 @@ def test_figures_of_an_operand() -> None:
     assert operand.sqnr_by_expert()[1] == pytest.approx(figures["sqnr_db"])
 
 
+@pytest.mark.parametrize(("fmt", "rule"), [("e2m1", "neuron"), ("e2m1", "rceil"), ("e4m3fn", "neuron")])
+def test_no_finite_value_saturates(fmt: str, rule: str) -> None:
+    """The largest of a block moves by rounding only, to either side: nothing is cut off."""
+    values = torch.linspace(1.0, 2.0, 257)[:-1, None].bfloat16().float() * torch.tensor([[1.0] + [2.0**-20] * 31])
+    ratio = mx_values(values, 1, fmt, rule)[:, 0] / values[:, 0]
+    assert ratio.max() > 1.0 or fmt != "e2m1"
+    assert ratio.min() >= (1 - 1 / 16 if fmt == "e4m3fn" else 4 / 5)
+
+
 @pytest.mark.parametrize("channels", [96, 128, 384, 576, 1536])
 def test_channels_share_a_block_exactly_where_a_huge_value_reaches(channels: int) -> None:
     ids = block_of_channels(channels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.precision_plan import DEVICES, Cost, as_yaml, costs_of, limit_of, make_plan
+from hf_neuron_moe.training import NeuronMoEArguments
 
 
 def measured(damages: list[dict[str, float]]) -> Measures:
@@ -44,13 +46,16 @@ def test_no_assignment_below_the_limit_is_cheaper(seed: int) -> None:
     assert plan.total.seconds == pytest.approx(best, abs=1e-4)  # what breaks ties is less
 
 
-def test_a_plan_is_what_patch_model_and_recipes_take() -> None:
+def test_a_plan_is_what_patch_model_recipes_and_training_take(tmp_path: Path) -> None:
     measures = measured([{"mxfp8": 0.1}, {"mxfp8": 5.0}, {"mxfp8": 0.1}])
     costs = {name: {"bf16": Cost(2.0, 2), "mxfp8": Cost(1.0, 1)} for name in measures.blocks}
     plan = make_plan(measures, costs, 1.0, "trn3", 1)
     assert plan.recipe == {"*": "mxfp8", "model.layers.1.mlp": "bf16"}
     assert yaml.safe_load(as_yaml(plan, "m")) == plan.recipe
     assert NeuronMoEConfig(precision=plan.recipe).precision == plan.recipe
+    (tmp_path / "plan.yaml").write_text(as_yaml(plan, "m"))
+    arguments = NeuronMoEArguments(neuron_precision=str(tmp_path / "plan.yaml"))
+    assert arguments.neuron_config().precision == plan.recipe
     assert plan.uniform["mxfp8"].loss_change == pytest.approx(5.2) and plan.uniform["bf16"].loss_change == 0
 
 

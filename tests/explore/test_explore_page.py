@@ -1,0 +1,47 @@
+"""The explorer's page in a headless Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_neuron_moe.explore.explore_page import write_explore_page
+from hf_neuron_moe.explore.measures import FORMATS
+from hf_neuron_moe.explore.run import Options, explore
+from tests.browsing import SCHEMES, WIDTHS, clipped, opened_chromium, violations, visited
+from tests.explore.models import TEXT, plant_in_input, planted
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with opened_chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explored")
+    planted(folder / "mixtral", "mixtral", plant_in_input, layer=1, channel=37)
+    options = Options(tokens=128, length=32, verify=2, formats=FORMATS, fold=folder / "folded")
+    write_explore_page(explore(folder / "mixtral", TEXT, options), folder / "page.html")
+    return folder / "page.html"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_fits_and_is_accessible(browser: Any, page_file: Path, width: int, scheme: str) -> None:
+    with visited(browser, page_file, width, scheme) as page:
+        figures = page.locator("figure").all()
+        assert len(figures) == 9
+        for figure in figures:
+            assert figure.locator("a[download]").count() and figure.locator("details table").count()
+        assert clipped(page) == []
+        for table in page.locator("details").all():
+            table.locator("summary").click()
+        assert clipped(page) == []
+        assert violations(page) == []
