@@ -15,8 +15,8 @@ from hf_neuron_moe.backends.torch import compute
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.training.guard.bands import LEARNED, Bands, Limits
 from hf_neuron_moe.training.guard.findings import Evidence, Finding, operand
+from hf_neuron_moe.training.guard.guard import described, first_of_all, merged
 from hf_neuron_moe.training.guard.reproduction import Reproduction
-from hf_neuron_moe.training.guard.run import described, first_of_all, merged
 from hf_neuron_moe.training.guard.second import Product
 from hf_neuron_moe.training.guard.watch import Watch, blamed
 from tests.tiny_models import tiny_model, tokens
