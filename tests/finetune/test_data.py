@@ -211,7 +211,7 @@ def test_damaged_files_and_unknown_columns(models: dict[str, Path], tmp_path: Pa
 
 def test_chats_need_a_template_and_marks_for_answers(models: dict[str, Path], tmp_path: Path) -> None:
     file = write(tmp_path, ROWS["messages"])
-    with refused(ConfigError, "tokenizer", "chat_template_path", got="one without"):
+    with refused(ConfigError, "model", "chat_template_path", got="one without"):
         loaded(models["plain"], file, tmp_path)
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
