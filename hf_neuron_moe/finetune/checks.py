@@ -78,11 +78,6 @@ def check_training(options: Options, config: bytes | str) -> None:
     Args:
         options: of the run.
         config: what ``read_config`` returned.
-
-    Raises:
-        ConfigError: rows that are longer than the model's positions; adapters on layers that it does not have; weights
-            in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is to be trained
-            without adapters.
     """
     check_length(options, config)
     check_targets(options, config)
@@ -106,11 +101,7 @@ def check_training(options: Options, config: bytes | str) -> None:
 
 
 def check_length(options: Options, config: bytes | str) -> None:
-    """Refuse rows that may be longer than the model's positions; a default is lowered to these.
-
-    Raises:
-        ConfigError: ``max_length`` was given and is larger.
-    """
+    """Refuse rows that may be longer than the model's positions; a default is lowered to these."""
     longest, training = longest_input(config), options.training
     if longest is None or training.max_length is None or training.max_length <= longest:
         return
@@ -125,9 +116,6 @@ def check_targets(options: Options, config: bytes | str) -> None:
 
     As in peft, a target is a module's whole name or its last parts, and one that is found is enough. Models that
     cannot be built by their configuration alone, and what patching takes away, are left to peft.
-
-    Raises:
-        ConfigError: it has none of them.
     """
     lora = options.lora
     if isinstance(config, str) or not lora.lora_rank or lora.lora_parameters or lora.lora_targets == ["all-linear"]:

@@ -76,9 +76,6 @@ def files_of(patterns: Sequence[str], argument: str) -> list[str]:
     """Return the files that names and globs stand for, those of each glob sorted.
 
     A name may begin with ``package:`` for the folder of this package.
-
-    Raises:
-        ConfigError: there are none.
     """
     named = [pattern.replace(PACKAGE, f"{Path(__file__).resolve().parents[1]}/", 1) for pattern in patterns]
     files = [path for pattern in named for path in sorted(glob.glob(pattern)) or [pattern]]

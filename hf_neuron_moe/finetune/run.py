@@ -74,11 +74,7 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
 
 
 def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _logger.info) -> Any:
-    """Load the model, patch it, and return the Trainer over it and its adapters.
-
-    Raises:
-        NeuronMoEError: an option does not fit the model.
-    """
+    """Load the model, patch it, and return the Trainer over it and its adapters."""
     training = options.training
     set_seed(training.seed)
     model = load_model(options.model)
