@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -32,6 +35,9 @@ from hf_neuron_moe.finetune.model_files import (
 from hf_neuron_moe.finetune.needs import check_needs
 from hf_neuron_moe.finetune.options import LoraOptions, Options, bad, one_line
 from hf_neuron_moe.training.checkpoint_files import find_last_complete
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers for which transformers makes a mask from position ids."""
 
 
 def check_run(options: Options) -> bytes | str:
@@ -109,6 +115,46 @@ def check_length(options: Options, config: bytes | str) -> None:
         expected = f"at most {longest}, the positions of {options.model.model}"
         raise bad("max_length", expected, str(training.max_length), f"Set max_length: {longest} or less.")
     training.max_length = longest
+
+
+def check_packing(options: Options, config: bytes | str) -> None:
+    """Refuse to pack documents for a model that would let them see each other.
+
+    Layers with a state carry it on, whatever attention does. Attention keeps documents apart if its mask is made with
+    the position ids, which not every model of transformers passes on. Flash attention gets the lengths.
+    """
+    training = options.training
+    if not getattr(training, "packing", False) or training.packing_strategy == "wrapped":
+        return
+    content = content_of(config)
+    kinds = content.get("layer_types")
+    found = sorted({str(kind) for kind in kinds} - ATTENTION) if isinstance(kinds, list) else []
+    found += [key for key in content if key.startswith(("mamba", "ssm_", "linear_conv", "conv_"))]
+    got = f"{', '.join(found[:3])} in {CONFIG_FILE}"
+    if not found and isinstance(config, bytes) and "flash" not in options.model.attn_implementation:
+        model = meta_model(options.model.model, config)
+        if isinstance(model, str) or masks_with_positions(model):
+            return
+        found, got = ["mask"], f"{type(model).__name__}, whose mask is made without position ids"
+    if found:
+        fix = "Set packing: false; or packing_strategy: wrapped, with which documents of a row see each other."
+        raise bad("packing", "false for a model that would let documents see each other", f"true, and {got}", fix)
+
+
+def masks_with_positions(model: PreTrainedModel) -> bool:
+    """Whether every mask that the model's decoder makes is made with position ids, by its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(model.get_decoder()).forward)))
+    nodes = list(ast.walk(tree))
+    together = any(
+        isinstance(key, ast.Constant) and key.value == "position_ids"
+        for node in nodes
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+    )
+    calls = (node for node in nodes if isinstance(node, ast.Call) and "mask" in getattr(node.func, "id", ""))
+    made = [{word.arg for word in call.keywords} for call in calls]
+    made = [words for words in made if words & {"inputs_embeds", None}]
+    return bool(made) and all("position_ids" in words or (None in words and together) for words in made)
 
 
 def check_targets(options: Options, config: bytes | str) -> None:

@@ -109,8 +109,10 @@ def test_losses_count_the_tokens_of_the_answers(
     assert QUESTIONS[3] in tokenizer.decode(row["input_ids"]).replace("\n\n", " ")
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "sdpa"), ("llama", "eager"), ("mixtral", "sdpa"), ("qwen3_moe", "sdpa")],
+)
 def test_packed_documents_do_not_see_each_other(
     family: str, attention: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
