@@ -17,7 +17,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from hf_neuron_moe.finetune import check, configs, model_files, read_options
-from hf_neuron_moe.finetune.checks import check_packing, check_run, check_training
+from hf_neuron_moe.finetune.checks import check_packing, check_run, check_training, masks_with_positions
 from hf_neuron_moe.finetune.kernels import check_kernels
 from hf_neuron_moe.finetune.model_files import check_weights, longest_input, read_config
 from hf_neuron_moe.finetune.options import Options
@@ -25,6 +25,7 @@ from tests.finetune.data_files import ROWS, write
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.refusals import refused
+from tests.tiny_models import FAMILIES, OTHER_CALLS, OTHER_GATES, tiny_model, tokens
 
 TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)
 
@@ -130,6 +131,19 @@ def test_documents_are_packed_where_the_mask_is_made_with_positions(models: dict
     check(options(models["gpt_oss"], packing_strategy="wrapped"))
     check(options(models["gpt_oss"], packing="false"))
     check(options(models["gpt_oss"], attn_implementation="flash_attention_2"))
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *OTHER_GATES, *OTHER_CALLS))
+def test_what_is_packed_keeps_documents_apart(family: str) -> None:
+    model = tiny_model(family).float().eval()
+    rows = tokens()[0, :7][None], tokens()[1, :9][None]
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    with torch.no_grad():
+        packed = model(torch.cat(rows, 1), position_ids=positions, use_cache=False).logits[:, 7:]
+        alone = model(rows[1], use_cache=False).logits
+    apart = (packed - alone).abs().max() <= 1e-5 * alone.abs().max()
+    assert apart or not masks_with_positions(model)
+    assert family in ("gpt_oss", "llama4") or masks_with_positions(model)
 
 
 @pytest.mark.parametrize(
