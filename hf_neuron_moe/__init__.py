@@ -1,4 +1,4 @@
-"""Fine-tune Hugging Face SwiGLU and mixture-of-experts models with the Neuron kernels' numbers and layouts.
+"""Fine-tune Hugging Face SwiGLU and mixture-of-experts models with the numerics and layouts of the Neuron kernels.
 
     >>> from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
     >>> report = patch_model(model, NeuronMoEConfig(precision="mxfp8"))

@@ -1,6 +1,38 @@
-"""``python -m hf_neuron_moe``: the command line."""
+"""``python -m hf_neuron_moe``, and the entry point of ``hf-neuron-moe``: the command line, from its first moment on."""
 
-from hf_neuron_moe.cli.main import main
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+_INTERRUPTED = 130  # cli.exit_codes.INTERRUPTED, before it is imported
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it in one line while it is imported and while the process ends, too.
+
+    A KeyboardInterrupt is not enough then: packages turn one that is raised in their imports into other errors, and
+    one that comes at the end is printed with a traceback.
+    """
+    asked = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where it is ignored
+    if asked:
+        signal.signal(signal.SIGINT, _end)
+    from hf_neuron_moe.cli.main import main as command_line
+
+    if asked:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command_line()
+    finally:
+        if asked:
+            signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(_INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

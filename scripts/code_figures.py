@@ -56,6 +56,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "finetune": GROUND | {"checks", "backends", "modules", "patching", "training", "convert", "quantizers", "device"},
     "cli": GROUND
     | {"backends", "patching", "training", "convert", "device", "report", "explore", "recipes", "finetune", "demo"},
+    "__main__": frozenset({"cli"}),
     "__init__": GROUND | {"modules", "patching", "quantizers", "training"},
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron import versions
@@ -19,10 +20,10 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.device.installed import Installation, inspect_installation
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_SDK, DocumentedAdapter
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, SourceDamageError
 from hf_neuron_moe.finetune.checks import check_files, check_resume, check_run, check_training
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
-from hf_neuron_moe.finetune.model_files import check_places, check_weights, read_config
+from hf_neuron_moe.finetune.model_files import check_weights, folder_of, read_config
 from hf_neuron_moe.finetune.options import Options
 from hf_neuron_moe.finetune.reading import located, read_options
 from hf_neuron_moe.precision_map import spelled
@@ -61,14 +62,28 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
         lines += check_options(options)
         check_resume(options)
         check_files(options)
-        unknown = check_places(options.model, needed=False)
-        lines += unknown + check_weights(options.model.model, needed=False)
-        config = read_config(options.model, online=not unknown)
+        config, note = config_here(options)
+        lines += note
         check_training(options, config)
         if asks_for_kernels(options):
             found = check_kernels(options, config, Device(chip, lnc), DocumentedAdapter())
             lines += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
     return lines
+
+
+def config_here(options: Options) -> tuple[bytes | str, list[str]]:
+    """Return the model's configuration as far as it is here or on the hub, and what the run needs in addition."""
+    name = options.model.model
+    try:
+        folder = folder_of("model", name, options.model.revision)
+    except SourceDamageError:
+        return f"the blocks of {name} cannot be looked at here", [f"model: {name} is not here, and the run needs it"]
+    if not Path(name).is_dir():
+        return read_config(folder), []
+    if not any(folder.glob("*.safetensors*")):
+        return read_config(folder), [f"model: {name} has no weights here, and the run needs them"]
+    check_weights(folder)
+    return read_config(folder), []
 
 
 def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """Draw docs/figures/front.svg, the README's picture.
 
-    python docs/figures/front.py                                     # draws from docs/figures/front.json
-    python docs/figures/front.py --record demo_output/report.json    # takes the losses of a demo first
+    python docs/figures/front.py                                   # draws from docs/figures/front.json
+    python docs/figures/front.py --record demo_output/demo.json    # takes the losses of a demo first
 
-Left: the training losses of one part of the demo. Right: the table of saved KiB per token in docs/concepts.md.
+Left: losses on held-out text in the demo. Right: the table of saved KiB per token in docs/concepts.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from drawing import picture, text
 
 FIGURES = Path(__file__).resolve().parent
 RECORD, PICTURE, CONCEPTS = FIGURES / "front.json", FIGURES / "front.svg", FIGURES.parent / "concepts.md"
-PART = "Mixture of experts"
 BLOCKS = ("Llama-3-8B MLP", "Qwen3-30B-A3B experts")
 RUNS = {"stock fp32": "stock", "bf16": "bf16", "mxfp8": "mxfp8"}  # name in the report: class in the picture
 
@@ -37,18 +36,12 @@ STYLE = """
 
 
 def record(report: Path) -> dict[str, Any]:
-    """Return what the picture needs of a demo's report: machine, options, and the losses of every step."""
+    """Return what the picture needs of a demo's record: when and where, the setting, and the curves."""
     data = json.loads(report.read_text(encoding="utf-8"))
-    (part,) = (part for part in data["parts"] if part["title"] == PART)
-    return {
-        "machine": data["machine"],
-        "options": {name: value for name, value in data["options"].items() if name not in ("model", "out")},
-        "model": part["model"],
-        "losses": {
-            run["name"].removeprefix("patched "): [round(loss, 4) for loss in run["step_losses"]]
-            for run in part["runs"]
-        },
-    }
+    where = {name: data["environment"][name] for name in ("date", "python", "threads", "accelerator")}
+    packages = {name: data["environment"]["packages"][name] for name in ("torch", "transformers")}
+    curves = {run["name"]: [[step, round(loss, 4)] for step, loss in run["curve"]] for run in data["runs"]}
+    return {"title": data["title"], "setting": data["setting"], "environment": where | packages, "curves": curves}
 
 
 def saved_bytes(page: str) -> dict[str, dict[str, float]]:
@@ -65,30 +58,28 @@ def saved_bytes(page: str) -> dict[str, dict[str, float]]:
     return rows
 
 
-def curves(losses: dict[str, list[float]]) -> list[str]:
+def curves(found: dict[str, list[list[float]]]) -> list[str]:
     """Return the left half: axes, a legend, and one line per run."""
-    steps = len(next(iter(losses.values())))
-    low = int(min(map(min, losses.values())) * 2) / 2
-    high = int(max(map(max, losses.values())) * 2 + 1) / 2
-    marks = [low + step / 2 for step in range(round((high - low) * 2) + 1)]
-    marks = marks[:: max(1, len(marks) // 5)]
+    points = [point for curve in found.values() for point in curve]
+    steps = int(max(step for step, _ in points))
+    low = int(min(loss for _, loss in points) * 2) / 2
+    high = int(max(loss for _, loss in points) * 2 + 1) / 2
 
-    def place(step: int, loss: float) -> str:
-        x = LEFT + (step - 1) * PLOT / (steps - 1)
-        return f"{x:.1f},{BOTTOM - (loss - low) * (BOTTOM - TOP) / (high - low):.1f}"
+    def place(step: float, loss: float) -> tuple[float, float]:
+        return LEFT + step * PLOT / steps, BOTTOM - (loss - low) * (BOTTOM - TOP) / (high - low)
 
     parts = []
-    for mark in marks:
-        y = float(place(1, mark).split(",")[1])
+    for number in range(round((high - low) * 2) + 1):
+        mark = low + number / 2
+        _, y = place(0, mark)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:g}" x2="{LEFT + PLOT}" y2="{y:g}"/>')
         parts.append(text(LEFT - 8, y + 4, f"{mark:g}", kind="muted", anchor="end"))
-    for step in (1, *range(4, steps + 1, 4)):
-        x = float(place(step, low).split(",")[0])
-        parts.append(text(x, BOTTOM + 18, str(step), kind="muted", anchor="middle"))
+    for step in range(0, steps + 1, max(1, steps // 5)):
+        parts.append(text(place(step, low)[0], BOTTOM + 18, str(step), kind="muted", anchor="middle"))
     parts.append(text(LEFT + PLOT / 2, BOTTOM + 36, "training step", kind="muted", anchor="middle"))
     for number, (name, kind) in enumerate(RUNS.items()):
-        points = " ".join(place(step, loss) for step, loss in enumerate(losses[name], start=1))
-        parts.append(f'<polyline class="line {kind}" points="{points}"/>')
+        line = " ".join("{:.1f},{:.1f}".format(*place(step, loss)) for step, loss in found[name])
+        parts.append(f'<polyline class="line {kind}" points="{line}"/>')
         x = LEFT + 60 + 112 * number
         parts.append(f'<line class="line {kind}" x1="{x}" y1="{TOP - 14}" x2="{x + 26}" y2="{TOP - 14}"/>')
         parts.append(text(x + 32, TOP - 10, name))
@@ -117,18 +108,18 @@ def bars(rows: dict[str, dict[str, float]]) -> list[str]:
 
 def draw(recorded: dict[str, Any], rows: dict[str, dict[str, float]]) -> str:
     """Return the picture."""
-    losses = recorded["losses"]
+    losses = {name: [loss for _, loss in curve] for name, curve in recorded["curves"].items()}
     ends = ", ".join(f"{name} {values[0]:.2f} to {values[-1]:.2f}" for name, values in losses.items())
     saved = "; ".join(f"{block} " + ", ".join(f"{p} {k:.1f}" for p, k in rows[block].items()) for block in BLOCKS)
     parts = [
-        text(20, 34, "Training loss of the demo's Mixtral (nats)", kind="title"),
-        *curves(losses),
+        text(20, 34, "The demo's loss on held-out text (nats)", kind="title"),
+        *curves(recorded["curves"]),
         text(BARS - 100, 34, "Saved for backward, KiB per token and block", kind="title"),
         *bars(rows),
         text(BARS - 100, HEIGHT - 16, "bf16 blocks; policies of NeuronMoEConfig(activations=...)", kind="muted"),
     ]
     title = "Losses of the demo, and saved bytes per token by activation policy"
-    what = f"Training loss, first to last step: {ends}. KiB saved per token: {saved}."
+    what = f"Loss on held-out text, before and after: {ends}. KiB saved per token: {saved}."
     return picture((WIDTH, HEIGHT), title, what, parts, STYLE)
 
 
@@ -137,11 +128,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--record", type=Path, help="a demo's report.json")
+    parser.add_argument("--record", type=Path, help="a demo's demo.json")
     arguments = parser.parse_args()
     if arguments.record is not None:
         text_of = json.dumps(record(arguments.record), indent=1)
-        RECORD.write_text(re.sub(r"\n +(?=[-\d\]])", " ", text_of) + "\n", encoding="utf-8")
+        RECORD.write_text(re.sub(r"\n +(?=[-\d\]\[])", " ", text_of) + "\n", encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     PICTURE.write_text(draw(recorded, saved_bytes(CONCEPTS.read_text(encoding="utf-8"))), encoding="utf-8")
 

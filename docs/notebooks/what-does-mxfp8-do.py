@@ -80,7 +80,7 @@ print(f"loss after 40 steps: {loss:.2f}")
 
 # %% [markdown]
 # One channel of the second block becomes an outlier: 2 to the 26th in `up_proj`, and its inverse in `down_proj`. The model
-# computes the same function in fp32. Trained models have such channels without our help.
+# computes the same function in fp32. Trained models can have such channels by themselves.
 
 # %%
 with torch.no_grad():

@@ -27,13 +27,13 @@ def demo(
     ),
     layers: Annotated[int, typer.Option(min=1, help="Layers of the checkpoint that the Mixtral is made of.")] = 16,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Steps of each run. Default: 20; with --tiny 40.")
+        int | None, typer.Option(min=1, max=100_000, help="Steps of each run. Default: 16; with --tiny 40.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of new weights.")] = 0,
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in a web browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train one model stock, in bf16 and in mxfp8, and compare.
+    """Compare training in stock, bf16 and mxfp8 on one page.
 
     The model is a small Mixtral, trained on packaged speeches. The page has the losses on held-out text, the bytes
     that blocks save for backward, and where the model learned. It opens offline.

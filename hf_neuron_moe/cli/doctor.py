@@ -27,9 +27,7 @@ _SIZES = tuple(map(str, BLOCK_SIZES))
 def doctor(
     model_dir: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="MODEL_DIR", help="Checkpoint (or its Hub id), conversion or config.json: also judge its blocks."
-        ),
+        typer.Argument(metavar="MODEL_DIR", help="Checkpoint, its Hub id, conversion or config.json: judge it too."),
     ] = None,
     block_size: Annotated[
         str | None, choice(_SIZES, text="Judge experts at this block size. Default: 512; all that work are listed.")

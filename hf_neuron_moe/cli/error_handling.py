@@ -23,6 +23,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, printable
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
 
+PROGRAM = "hf-neuron-moe"  # also where it runs as ``python -m hf_neuron_moe``: its completion goes by this name
 LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
 _ARGUMENT = re.compile(r"^([\w-]+): (\w+)(\[.*?\])? must ")
 _OPTIONS = {
@@ -44,19 +45,20 @@ def run(app: typer.Typer, arguments: list[str]) -> None:
     ``--json`` and ``--debug`` may stand anywhere in `arguments`: they are looked for before those are understood.
     """
     as_json, debug = "--json" in arguments, "--debug" in arguments
+    signals: list[int] = []
     try:
-        with _terminated() as signals:
-            code = app([argument for argument in arguments if argument != "--debug"], standalone_mode=False)
-            if signals:
-                _end(TERMINATED, "Terminated", "terminated", as_json)
-            if code == INTERRUPTED.code:
-                # typer has turned the KeyboardInterrupt into this number.
-                _end(INTERRUPTED, "KeyboardInterrupt", "interrupted", as_json)
+        with _stopped_by(signals):
+            given = [argument for argument in arguments if argument != "--debug"]
+            code = app(given, prog_name=PROGRAM, standalone_mode=False)
+            if signals or code == INTERRUPTED.code:  # which typer makes of a KeyboardInterrupt
+                _end_stopped(signals, as_json)
             if code:
                 sys.exit(code)
     except _UsageError as error:
         _end_usage(error, as_json)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
+        if signals and not debug:  # packages make other errors of an interrupt in their imports
+            _end_stopped(signals, as_json)
         if debug:
             traceback.print_exception(error)
         code, message = _code_and_message(error, debug, arguments)
@@ -99,6 +101,12 @@ def _end(code: ExitCode, name: str, message: str, as_json: bool) -> NoReturn:
     sys.exit(code.code)
 
 
+def _end_stopped(signals: list[int], as_json: bool) -> NoReturn:
+    if signal.SIGTERM in signals:
+        _end(TERMINATED, "Terminated", "terminated", as_json)
+    _end(INTERRUPTED, "KeyboardInterrupt", "interrupted", as_json)
+
+
 def _end_usage(error: Any, as_json: bool) -> NoReturn:
     """Unknown options and the like: with the usage lines in text, with the nearest name in both."""
     given, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
@@ -112,15 +120,14 @@ def _end_usage(error: Any, as_json: bool) -> NoReturn:
 
 
 @contextmanager
-def _terminated() -> Iterator[list[int]]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that what a conversion holds is put in order.
+def _stopped_by(received: list[int]) -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that what a conversion holds is put in order; note which came.
 
     Python only reports an exception that is raised in a destructor or in a callback of the collector. An interrupt that
     gets lost there is sent again.
     """
-    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield
         return
     timers: list[threading.Timer] = []
 
@@ -132,24 +139,27 @@ def _terminated() -> Iterator[list[int]]:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             hook(unraisable)
             return
-        number = signal.SIGTERM if received else signal.SIGINT
+        number = received[-1] if received else signal.SIGINT
         timers.append(threading.Timer(0.01, _signal_main_thread, (number,)))
         timers[-1].start()
 
     hook, sys.unraisablehook = sys.unraisablehook, lost
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     try:
-        yield received
+        yield
     finally:
         for timer in timers:
             timer.cancel()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         sys.unraisablehook = hook
 
 
-def _signal_main_thread(number: signal.Signals) -> None:
+def _signal_main_thread(number: int) -> None:
     main = threading.main_thread().ident
     if sys.platform == "win32" or main is None:
-        _thread.interrupt_main(number)
+        _thread.interrupt_main(signal.Signals(number))
     else:
         signal.pthread_kill(main, number)  # ends a sleep or another call of the system, too

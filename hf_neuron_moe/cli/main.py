@@ -52,7 +52,6 @@ def application() -> typer.Typer:
     """Return the application with the commands of :data:`COMMANDS`."""
     codes = ", ".join(f"{code.code} {code.kind}" for code in EXIT_CODES)
     app = typer.Typer(
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -63,8 +62,7 @@ def application() -> typer.Typer:
     for command in COMMANDS:
         name = command.replace("-", "_")
         module = importlib.import_module(f"hf_neuron_moe.cli.{name}")
-        settings_of = getattr(module, "CONTEXT", None)
-        app.command(command, context_settings=settings_of)(public(command)(getattr(module, name)))
+        app.command(command, **getattr(module, "COMMAND", {}))(public(command)(getattr(module, name)))
     return app
 
 

@@ -77,7 +77,7 @@ AnySource = Annotated[
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")]
 Original = Annotated[
     Path | None,
-    typer.Option("--source", metavar="SRC", help="The checkpoint it was made of, or its Hub id, to compare with."),
+    typer.Option("--source", metavar="SRC", help="The checkpoint it was made of, or its Hub id."),
 ]
 Converted = Annotated[Path, typer.Argument(metavar="DST", help="Folder that convert wrote, or the Hub id of one.")]
 BlockSize = Annotated[

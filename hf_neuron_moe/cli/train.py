@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.cli.shared_options import Json, choice
 from hf_neuron_moe.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_neuron_moe.finetune.options import Options
 
-CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""Of the command: what it does not know is for the configuration."""
+COMMAND = {
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+    "options_metavar": "CONFIG [--key value ...] [OPTIONS]",
+}
+"""How the command is made: options that it does not know are for the configuration."""
 
 NEEDED = ("trl", "peft", "datasets", "jinja2")
 
@@ -26,7 +30,7 @@ def train(
     list_configs: Annotated[bool, typer.Option("--list-configs", help="List the package's configurations.")] = False,
     show_config: Annotated[str | None, typer.Option("--show-config", metavar="NAME", help="Print one of them.")] = None,
     list_keys: Annotated[
-        str | None, typer.Option("--list-keys", metavar="short|sft|dpo", help="List the keys of a configuration.")
+        str | None, choice(("sft", "dpo"), "--list-keys", text="List the keys of a configuration of this method.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Find mistakes, load no model, train nothing.")] = False,
@@ -53,7 +57,7 @@ def train(
     from hf_neuron_moe.finetune.reading import parser_of, read_options
 
     if list_keys is not None:
-        typer.echo(parser_of("dpo" if list_keys == "dpo" else "sft", short=list_keys == "short").format_help())
+        typer.echo(parser_of(list_keys).format_help())
         return
     if not words:
         raise typer.BadParameter("a YAML file or the name of a configuration is needed.", param_hint="CONFIG")
@@ -77,9 +81,14 @@ def _prepare() -> None:
 
 def _run(options: Options, words: list[str], check_only: bool, as_json: bool) -> None:
     import torch
+    from datasets import disable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
 
     from hf_neuron_moe.finetune.run import TrainingInterrupted, check, finetune
 
+    if as_json or not sys.stderr.isatty():  # bars fill a log with their steps
+        disable_progress_bar()
+        disable_progress_bars()
     try:
         if check_only:
             _, data = check(options)

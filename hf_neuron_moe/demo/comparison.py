@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,47 +92,67 @@ class Comparison:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Text:
+    """What every run is trained on, and what its losses are measured on."""
+
+    train_NL: Tensor
+    held_NL: Tensor
+
+
 def compare(subject: Subject, folder: Path, told: Told, say: Callable[[str], None]) -> Comparison:
     """Train `subject` in every way of :data:`VARIANTS` on the same batches; run files go to `folder`."""
     setting = subject.setting
-    train_NL = token_windows(subject.encode, "train", setting.length)
     held_out = held_out_windows(subject.encode, HELD_OUT_LENGTH)
-    held_NL = torch.stack(list(held_out.values()))
-    facts = asdict(setting) | {"held_out_tokens": held_NL.numel()}
+    text = Text(token_windows(subject.encode, "train", setting.length), torch.stack(list(held_out.values())))
+    facts = asdict(setting) | {"held_out_tokens": text.held_NL.numel()}
     found = Comparison(subject.title, list(held_out), facts, saved=saved_by_policy(subject.model))
-    blocks = experts_of(subject.model)
-    for number, (name, config) in enumerate(VARIANTS.items()):
-        model = copy.deepcopy(subject.model)
-        if config is not None:
-            patch_model(model, config)
-        run = Trained(name)
-        losses_before = token_losses(model, held_NL)
-        run.curve.append((0, float(losses_before.mean())))
-        done = 0
-
-        def after_step(model: nn.Module = model, run: Trained = run, number: int = number) -> None:
-            nonlocal done
-            done += 1
-            if done % subject.every == 0 or done == setting.steps:
-                run.curve.append((done, float(token_losses(model, held_NL).mean())))
-            told(number * setting.steps + done, len(VARIANTS) * setting.steps)
-
-        files = Run(folder / name.replace(" ", "-"), 0, after_step)
-        measured = trained(model, blocks, (train_NL, held_NL[:1]), setting, files)
-        losses_after = token_losses(model, held_NL)
-        run.before, run.after = losses_before.mean(1).tolist(), losses_after.mean(1).tolist()
-        run.train_losses = measured["losses"]
-        run.tokens_per_second = setting.batch * setting.length / measured["step_seconds"]
-        run.saved_bytes_per_token = measured["saved_bytes_per_token"]
-        found.runs.append(run)
+    model: MixtralForCausalLM
+    for number, name in enumerate(VARIANTS):
+        model = None  # type: ignore[assignment] # free before the next one is made
         gc.collect()  # Trainer, optimizer and model refer to each other in circles
-        say(f"{name}: held-out loss {run.curve[0][1]:.3f} -> {run.curve[-1][1]:.3f}")
-    found.words = _learned(subject, held_out, losses_before, losses_after)
+        advance = partial(_advance, told, number * setting.steps, len(VARIANTS) * setting.steps)
+        model, run, before_NL, after_NL = _trained(name, subject, text, folder, advance)
+        found.runs.append(run)
+        say(f"{name}: held-out loss {run.curve[0][1]:.3f} -> {run.loss:.3f}")
+    found.words = _learned(subject, held_out, before_NL, after_NL)
     unpatch_model(model)
-    found.stock_loss = float(token_losses(model, held_NL).mean())
+    found.stock_loss = float(token_losses(model, text.held_NL).mean())
     say("opening the mxfp8 run's checkpoint in stock transformers, in a process of its own")
-    found.reloaded_loss = loss_without_us(model, held_NL)
+    found.reloaded_loss = loss_without_us(model, text.held_NL)
     return found
+
+
+def _advance(told: Told, before: int, total: int, done: int) -> None:
+    told(before + done, total)
+
+
+def _trained(
+    name: str, subject: Subject, text: Text, folder: Path, told: Callable[[int], None]
+) -> tuple[MixtralForCausalLM, Trained, Tensor, Tensor]:
+    """Train a copy of the model; return it, what was measured, and the losses of all tokens before and after."""
+    model, config, setting = copy.deepcopy(subject.model), VARIANTS[name], subject.setting
+    if config is not None:
+        patch_model(model, config)
+    before_NL = token_losses(model, text.held_NL)
+    run = Trained(name, [(0, float(before_NL.mean()))], before_NL.mean(1).tolist())
+    done = 0
+
+    def after_step() -> None:
+        nonlocal done
+        done += 1
+        if done % subject.every == 0 or done == setting.steps:
+            run.curve.append((done, float(token_losses(model, text.held_NL).mean())))
+        told(done)
+
+    files = Run(folder / name.replace(" ", "-"), 0, after_step)
+    # Its own evaluation is of one window only: the losses are measured here, at every point of the curve.
+    measured = trained(model, experts_of(subject.model), (text.train_NL, text.held_NL[:1]), setting, files)
+    after_NL = token_losses(model, text.held_NL)
+    run.after, run.train_losses = after_NL.mean(1).tolist(), measured["losses"]
+    run.tokens_per_second = setting.batch * setting.length / measured["step_seconds"]
+    run.saved_bytes_per_token = measured["saved_bytes_per_token"]
+    return model, run, before_NL, after_NL
 
 
 def experts_of(model: MixtralForCausalLM) -> list[str]:
@@ -163,7 +184,8 @@ def saved_by_policy(model: MixtralForCausalLM) -> dict[str, float]:
     for name, (dtype, config) in SAVED.items():
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            small = MixtralForCausalLM(config_of_one).to(dtype).train()
+            small = MixtralForCausalLM(config_of_one)
+        nn.Module.to(small, dtype).train()
         if config is not None:
             patch_model(small, config)
         saved[name] = saved_bytes_per_token(small, ["model.layers.0.mlp.experts"], ids_BL)

@@ -48,7 +48,7 @@ def load() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
         raise ConfigError.about("--model", f"a LlamaForCausalLM with {SIZES}", got, f"Install it again: {INSTALL}.")
     options = loaded.config.to_dict()
     options.pop("quantization_config", None)  # with which save_pretrained writes nothing
-    plain = LlamaForCausalLM(LlamaConfig.from_dict(options)).to(torch.float32)
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(options)).float()
     plain.load_state_dict(loaded.state_dict())
     return plain, AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaForCausalLM,
     MixtralConfig,
@@ -25,7 +25,7 @@ from hf_neuron_moe.recipes.variant_runs import Setting
 EXPERTS = 4
 HELD_OUT_LENGTH = 64
 """Tokens of each of the windows that the loss is measured on."""
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -70,12 +70,16 @@ def upcycled(source: str | None, layers: int, steps: int | None, seed: int) -> S
     llama, tokenizer = load() if source is None else _llama(source)
     taken = choose_layers(llama.config.num_hidden_layers, min(layers, llama.config.num_hidden_layers))
     model = upcycle(llama, layers=taken, experts=EXPERTS, seed=seed)
-    setting = Setting(steps or 20, batch=2, length=96, learning_rate=2e-4)
+    setting = Setting(steps or 16, batch=2, length=96, learning_rate=2e-4)
     title = (
         f"a Mixtral of {model.num_parameters() / 1e6:,.0f} M parameters, made from {len(taken)} of the "
         f"{llama.config.num_hidden_layers} layers of {source or 'SmolLM2-135M-Instruct'}"
     )
-    return Subject(title, model, encoder(tokenizer), tokenizer.decode, setting, _every(setting))
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    return Subject(title, model, encoder(tokenizer), decode, setting, _every(setting))
 
 
 def _every(setting: Setting) -> int:
@@ -92,8 +96,9 @@ def _llama(source: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
         if (positions := config.max_position_embeddings) < HELD_OUT_LENGTH * 2:
             expected = f"a Llama with at least {HELD_OUT_LENGTH * 2} positions"
             raise ConfigError.about("--model", expected, f"{positions} in {source}", fix)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(source)
+        model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        return model, tokenizer
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

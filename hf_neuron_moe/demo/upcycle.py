@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -119,7 +119,7 @@ def with_new_layers(
     weights = {key: value for key, value in llama.state_dict().items() if not key.startswith("model.layers.")}
     for target, (source, layer) in enumerate(zip(taken, new, strict=True)):
         kept = {key: value for key, value in llama.model.layers[source].state_dict().items() if "mlp." not in key}
-        weights |= {f"model.layers.{target}.{key}": value for key, value in (kept | layer).items()}
+        weights |= {f"model.layers.{target}.{key}": value for key, value in {**kept, **layer}.items()}
     return weights
 
 
@@ -153,7 +153,7 @@ def upcycle(
     config = mixtral_config(llama.config, len(taken), experts, top_k)
     generator = torch.Generator().manual_seed(seed)
     mixtral = MixtralForCausalLM(config)
-    mixtral.to(dtype=llama.dtype)
+    nn.Module.to(mixtral, llama.dtype)
     new = (_expert_weights(llama, source, experts, noise, generator) for source in taken)
     mixtral.load_state_dict(with_new_layers(llama, taken, new))
     if llama.generation_config is not None:

@@ -80,11 +80,12 @@ def _results(history: list[dict[str, Any]]) -> dict[str, Any]:
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     evaluated = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
     shown = {"loss": losses, "evaluation loss": evaluated}
-    return {
-        name: f"{found[-1][1]:.4f} at step {found[-1][0]}" + (f" ({found[0][1]:.4f} at step {found[0][0]})")
-        for name, found in shown.items()
-        if found
-    }
+    return {name: _last_and_first(found) for name, found in shown.items() if found}
+
+
+def _last_and_first(found: list[tuple[int, float]]) -> str:
+    last, first = (f"{loss:.4f} at step {step}" for step, loss in (found[-1], found[0]))
+    return last if last == first else f"{last} ({first})"
 
 
 def _is_installed(name: str) -> bool:

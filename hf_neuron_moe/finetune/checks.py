@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -15,21 +16,22 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
-from hf_neuron_moe.errors import NeuronMoEError, naming, nearest
+from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning, naming, nearest
 from hf_neuron_moe.finetune.data import files_of
 from hf_neuron_moe.finetune.model_files import (
     CONFIG_FILE,
     FROZEN,
     MARK,
-    check_places,
     check_weights,
     content_of,
     conversion_of,
+    folder_of,
     longest_input,
     read_config,
 )
 from hf_neuron_moe.finetune.needs import check_needs
 from hf_neuron_moe.finetune.options import LoraOptions, Options, bad, one_line
+from hf_neuron_moe.training.checkpoint_files import find_last_complete
 
 
 def check_run(options: Options) -> bytes | str:
@@ -50,9 +52,13 @@ def check_run(options: Options) -> bytes | str:
     if options.training.neuron_patch:
         # A named backend is refused whatever the device.
         resolve_backend(options.training.neuron_backend, torch.device("cpu"))
-    check_places(options.model)
-    check_weights(options.model.model)
-    config = read_config(options.model, online=True)
+    model = options.model
+    if model.tokenizer:
+        folder_of("tokenizer", model.tokenizer, "main")
+    folder = folder_of("model", model.model, model.revision)
+    if Path(model.model).is_dir():
+        check_weights(folder)
+    config = read_config(folder)
     check_training(options, config)
     return config
 
@@ -180,10 +186,22 @@ def check_merging(lora: LoraOptions, *, sharded: bool) -> None:
         raise bad("lora_merge", "false under FSDP", "true", fix)
 
 
+def last_complete(folder: str) -> Path | None:
+    """Return the newest complete checkpoint, without the warnings about others, which ``train`` gives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NeuronMoEWarning)
+        return find_last_complete(folder)
+
+
 def check_resume(options: Options) -> None:
     """Refuse a checkpoint to resume from that is none."""
-    wish = options.training.resume_from_checkpoint
-    if not wish or wish is True or wish in ("auto", "true", "True") or (Path(wish) / TRAINER_STATE_NAME).is_file():
+    wish, out = options.training.resume_from_checkpoint, options.training.output_dir
+    if wish in (True, "true", "True"):
+        if last_complete(out) is None:
+            fix = "Begin without it, or name a checkpoint that the stock Trainer wrote."
+            raise bad("resume_from_checkpoint", f"used with a complete checkpoint in {out}", "none", fix)
+        return
+    if not wish or wish == "auto" or (Path(wish) / TRAINER_STATE_NAME).is_file():
         return
     got = f"{wish!r} without one" if Path(wish).is_dir() else f"{wish!r}, which does not exist"
     expected = f"a checkpoint folder (with {TRAINER_STATE_NAME}), true or auto"

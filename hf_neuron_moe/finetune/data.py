@@ -23,6 +23,8 @@ from hf_neuron_moe.finetune.rows import EMPTY, KINDS, BadRow, Reader, is_chat
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 """Which loader of `datasets` reads which files."""
 
+PACKAGE = "package:"
+
 
 class Data(NamedTuple):
     """Rows in TRL's columns."""
@@ -73,10 +75,13 @@ def _first(rows: Dataset, count: int) -> Dataset:
 def files_of(patterns: Sequence[str], argument: str) -> list[str]:
     """Return the files that names and globs stand for, those of each glob sorted.
 
+    A name may begin with ``package:`` for the folder of this package.
+
     Raises:
         ConfigError: there are none.
     """
-    files = [path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern]]
+    named = [pattern.replace(PACKAGE, f"{Path(__file__).resolve().parents[1]}/", 1) for pattern in patterns]
+    files = [path for pattern in named for path in sorted(glob.glob(pattern)) or [pattern]]
     missing = [path for path in files if not Path(path).is_file()]
     if missing:
         raise bad(argument, "existing files", f"nothing at {', '.join(missing)}", "Correct the path.")

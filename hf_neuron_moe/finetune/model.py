@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.errors import NeuronMoEError, nearest
 from hf_neuron_moe.finetune.checks import check_quantized, check_quantized_backend
 from hf_neuron_moe.finetune.options import LoraOptions, ModelOptions, bad, one_line
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
@@ -119,10 +119,20 @@ def describe_unpatched(model: nn.Module) -> str:
     return f"nothing patched: the base is frozen MX, backend {', '.join(backends)}{kernels}"
 
 
-def adapters(options: LoraOptions) -> LoraConfig | None:
-    """Return peft's configuration of the adapters; None for rank 0."""
+def adapters(options: LoraOptions, model: nn.Module) -> LoraConfig | None:
+    """Return peft's configuration of the adapters on a patched model; None for rank 0.
+
+    Raises:
+        ConfigError: the model has no such parameter, which peft passes over where it finds another target.
+    """
     if not options.lora_rank:
         return None
+    names = [f".{name}" for name, _ in model.named_parameters()]
+    for wanted in options.lora_parameters:
+        if not any(name.endswith(f".{wanted}") for name in names):
+            known = sorted({".".join(name.split(".")[-3:]) for name in names if "mlp" in name})
+            fix = f"It has, for one, {', '.join(known[:3])}.{nearest(wanted, known)}" if known else "Name others."
+            raise bad("lora_parameters", "names of the patched model's parameters", repr(wanted), fix)
     targets: Any = options.lora_targets
     alpha: Any = options.lora_alpha
     return LoraConfig(

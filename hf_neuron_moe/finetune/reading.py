@@ -22,15 +22,6 @@ from hf_neuron_moe.finetune import configs
 from hf_neuron_moe.finetune.options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
 
 COMMAND_LINE = "command line"
-COMMON = (
-    *("output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16", "max_length", "packing"),
-    *("packing_strategy", "assistant_only_loss", "completion_only_loss", "chat_template_path", "dataset_text_field"),
-    *("gradient_checkpointing", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "beta"),
-    *("resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id", "seed", "use_cpu", "torch_compile"),
-)
-"""Fields of TRL's and transformers' arguments that the short list shows."""
-
 ELSEWHERE = {
     "block_length": "max_length",
     "max_seq_length": "max_length",
@@ -151,16 +142,14 @@ def _unpacked(values: list[str]) -> Any:
     return True if not values else values[0] if len(values) == 1 else values
 
 
-def parser_of(method: str, short: bool = False) -> HfArgumentParser:
-    """Return the parser that has the fields of a method; a `short` one leaves rarely used ones out of its help."""
+def parser_of(method: str) -> HfArgumentParser:
+    """Return the parser that has the fields of a method, this command's own first."""
     kinds: list[Any] = [*OWN, METHODS[method]]
     usage = "hf-neuron-moe train CONFIG.yaml [--option value ...]"
     parser = HfArgumentParser(kinds, usage=usage, formatter_class=_Formatter, add_help=False)
-    own = {name for kind in OWN for name in kind.__dataclass_fields__}
     parser._action_groups.sort(key=lambda group: group.title == "options")
     for action in parser._actions:
-        shown = action.dest in own or action.dest in COMMON or action.dest.startswith("neuron_")
-        if action.option_strings[0].startswith("--no_") or (short and not shown):
+        if action.option_strings[0].startswith("--no_"):  # `--x false` says the same
             action.help = argparse.SUPPRESS
     return parser
 

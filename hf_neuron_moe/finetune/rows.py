@@ -135,7 +135,7 @@ def _string(row: Mapping[str, Any], column: str, fix: str) -> str:
 
 
 def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    """The messages of a row, with ``role`` and ``content``."""
+    """The messages of a row with ``role`` and ``content``, unchanged where they have these names."""
     value, fix = row[column], "Write a list of messages such as {role: user, content: Hello}."
     if not isinstance(value, list) or not value:
         raise BadRow(f"{_shown(value)} in column {column!r}", fix)
@@ -152,9 +152,9 @@ def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
             raise BadRow(f"role {_shown(role)} {where}", f"Write one of {', '.join(ROLES)}.{near}")
         if not isinstance(content, str | list) and not (content is None and given.get("tool_calls")):
             raise BadRow(f"content {_shown(content)} {where}", "Write a string.")
-        rest = {key: item for key, item in given.items() if key not in ("role", "from", "content", "value")}
-        made.append({"role": role, "content": content, **{key: item for key, item in rest.items() if item is not None}})
-    return made
+        made.append({"role": role, "content": content})
+    is_plain = all(message["role"] == given.get("role") for message, given in zip(made, value))
+    return value if is_plain and column != "conversations" else made
 
 
 def _has_content(message: Mapping[str, Any]) -> bool:

@@ -15,15 +15,14 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import this_device
-from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
-from hf_neuron_moe.finetune.checks import check_merging, check_run
+from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.finetune.checks import check_merging, check_run, last_complete
 from hf_neuron_moe.finetune.data import Data, limited, load_data
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
 from hf_neuron_moe.finetune.model import adapters, describe_unpatched, load_model, load_tokenizer, patch, save_merged
 from hf_neuron_moe.finetune.options import Options, bad, one_line
 from hf_neuron_moe.finetune.reading import blamed, located
 from hf_neuron_moe.finetune.trainers import TRAINERS, StopAfterStep
-from hf_neuron_moe.training.checkpoint_files import find_last_complete
 from hf_neuron_moe.training.prepare import refuse_unsavable_adapters
 
 MERGED = "merged"
@@ -98,7 +97,7 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
                 train_dataset=data.train,
                 eval_dataset=data.held_out,
                 processing_class=tokenizer,
-                peft_config=adapters(options.lora),
+                peft_config=adapters(options.lora, model),
                 **more,
             )
     except NeuronMoEError:
@@ -138,9 +137,7 @@ def checkpoint_to_resume(options: Options) -> str | bool | None:
     if wish in (True, "true", "True"):
         return True
     if wish == "auto":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NeuronMoEWarning)  # given once more by train(), where there is a checkpoint
-            return True if find_last_complete(options.training.output_dir) is not None else None
+        return True if last_complete(options.training.output_dir) is not None else None
     return wish or None
 
 
@@ -159,10 +156,11 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
         trainer.save_metrics("eval", measured)
         metrics |= measured
     trainer.save_state()
-    trainer.save_model(str(out))
-    trainer.create_model_card()
     if options.training.push_to_hub:
-        trainer.push_to_hub()
+        trainer.push_to_hub()  # saves, and writes the card
+    else:
+        trainer.save_model(str(out))
+        trainer.create_model_card()
     if options.lora.lora_merge and trainer.is_world_process_zero():
         save_merged(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, out / MERGED)
     if trainer.is_world_process_zero():

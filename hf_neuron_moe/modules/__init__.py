@@ -1,1 +1,1 @@
-"""Modules that compute SwiGLU blocks with the kernels' numbers, whichever layout their weights live in."""
+"""Modules that compute SwiGLU blocks with the kernels' numerics, whichever layout their weights live in."""

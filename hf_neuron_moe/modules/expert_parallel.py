@@ -1,4 +1,4 @@
-"""Expert parallelism with the kernels' numbers: tokens travel with their affinities, and experts apply them.
+"""Expert parallelism with the kernels' numerics: tokens travel with their affinities, and experts apply them.
 
 transformers' own exchange gives experts weights of 1 and multiplies on the sender, behind the down projection. The
 kernels multiply the intermediate, in front of a rounding. Here a token goes once to each process that has some of its

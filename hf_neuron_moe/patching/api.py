@@ -45,7 +45,7 @@ def patch_model(
     exclude: str | Sequence[str] | None = None,
     strict: bool = True,
 ) -> PatchReport:
-    """Replace the SwiGLU MLPs and experts of `model` by blocks with the Neuron kernels' numbers, in place.
+    """Replace the SwiGLU MLPs and experts of `model` by blocks with the Neuron kernels' numerics, in place.
 
     The rest of the model is not touched. Parameters, hooks, train/eval mode, tied and frozen weights survive;
     ``state_dict``, ``save_pretrained`` and ``Trainer`` see the original names and layouts. Patch before the optimizer

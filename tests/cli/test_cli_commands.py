@@ -117,17 +117,15 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
 def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_path):
     rest = [tmp_path / "dst"] if command in ("convert", "export") else []
     rest = ["--tokens", 8] if command == "estimate" else rest
-    # convert and estimate ask the Hub (in tests: its empty local cache); the others want a folder.
-    at_hub = "and from the Hub" if command in ("convert", "estimate") else "Hub ids are not looked up"
-    cases = {
+    cases = {  # the Hub is its empty local cache
         tmp_path / "nowhere": "got no such folder. Check the spelling",
-        Path("some-org/some-model"): f"got no such folder.* {at_hub}.*hf download some-org/some-model",
+        Path("some-org/some-model"): "got no such folder.* and from the Hub.*hf download some-org/some-model",
         model_dir / "config.json": f"got a file. Give the folder that holds it: {re.escape(str(model_dir))}",
     }
     options = tmp_path.parent / f"{tmp_path.name}.yaml"
     options.touch()
     cases[options] = "got a YAML file. Give the model's folder, which the files of `train` name in `model:`"
-    if command in ("doctor", "estimate"):  # take the file too
+    if command in ("plan", "doctor", "estimate"):  # take the file too
         del cases[model_dir / "config.json"]
     for given, shown in cases.items():
         result = run(command, given, *rest)

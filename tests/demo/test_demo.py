@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +20,6 @@ from hf_neuron_moe.demo.speeches import held_out_windows, speeches, token_window
 from hf_neuron_moe.demo.subject import tiny
 from tests.browsing import SCHEMES, clipped, opened_chromium, violations, visited
 from tests.byte_tokenizer import save_byte_tokenizer
-
-Call = Callable[..., int]
 
 
 def encode(text: str) -> list[int]:
@@ -108,9 +105,8 @@ def test_the_loss_is_that_of_transformers() -> None:
 
 def test_held_out_text_is_never_trained_on() -> None:
     windows = held_out_windows(encode, 64)
-    assert list(windows) == [year for year, _ in speeches("eval")] and min(windows) > max(
-        y for y, _ in speeches("train")
-    )
+    assert list(windows) == [year for year, _ in speeches("eval")]
+    assert min(windows) > max(year for year, _ in speeches("train"))
     train = bytes(token_windows(encode, "train", 64).flatten().tolist())
     assert not any(bytes(window.tolist()) in train for window in windows.values())
     texts = dict(speeches("eval"))

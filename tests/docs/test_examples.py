@@ -1,14 +1,16 @@
-"""The examples for other projects: TRL's is the page's and runs there, axolotl's method patches, the rest compiles."""
+"""The examples for other projects: TRL's runs with the page that shows it, the others with stand-ins."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_neuron_moe.patching.apply import report_of
 from tests.tiny_models import tiny_model
@@ -43,6 +45,24 @@ def test_the_plugin_for_axolotl_patches(monkeypatch: pytest.MonkeyPatch, capsys:
     report = report_of(model)
     assert report is not None and {entry.precision for entry in report.patched} == {"mxfp8"}
     assert "0 refused" in capsys.readouterr().out
+
+
+def test_the_lines_for_llama_factory_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for run_exp, which hands its callbacks to a Trainer as LLaMA-Factory does."""
+    model = tiny_model("mixtral")
+    seen: list[bool] = []
+
+    def run_exp(args: object = None, callbacks: list[TrainerCallback] | None = None) -> None:
+        arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+        Trainer(model=model, args=arguments, callbacks=callbacks)
+        seen.append(report_of(model) is not None)
+
+    tuner = ModuleType("llamafactory.train.tuner")
+    tuner.run_exp = run_exp  # type: ignore[attr-defined]
+    for module in (ModuleType("llamafactory"), ModuleType("llamafactory.train"), tuner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    runpy.run_path(str(EXAMPLES / "llamafactory" / "train.py"), run_name="__main__")
+    assert seen == [True]
 
 
 def test_every_example_compiles_and_is_named() -> None:

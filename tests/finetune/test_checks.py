@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from make_tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -20,10 +19,9 @@ from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoE
 from hf_neuron_moe.finetune import check, configs, model_files, read_options
 from hf_neuron_moe.finetune.checks import check_run, check_training
 from hf_neuron_moe.finetune.kernels import check_kernels
-from hf_neuron_moe.finetune.model_files import check_places, check_weights, longest_input, read_config
+from hf_neuron_moe.finetune.model_files import check_weights, longest_input, read_config
 from hf_neuron_moe.finetune.options import Options
 from tests.finetune.data_files import ROWS, write
-from tests.finetune.test_needs import status
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.refusals import refused
@@ -43,7 +41,7 @@ def options(model: str | Path, **changes: Any) -> Options:
 
 
 def config_of(run: Options) -> bytes | str:
-    return read_config(run.model, online=False)
+    return read_config(Path(run.model.model))
 
 
 def kernels(run: Options, device: Device) -> list[str]:
@@ -54,73 +52,24 @@ def training(run: Options) -> None:
     check_training(run, config_of(run))
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[tuple[str, str | None]]:
-    """Let the hub answer with `error`, or that it knows the name; return what it is asked."""
-    asked = []
-
-    def model_info(self: object, name: str, *, revision: str | None = None, timeout: float) -> None:
-        assert timeout < 60
-        asked.append((name, revision))
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(model_files.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(model_files.HfApi, "model_info", model_info)
-    return asked
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (
-            model_files.HTTP_ERROR("Name or service not known"),
-            "'nowhere/model': as a folder it does not exist here, and as a hub id it is not in the hub's cache, and "
-            "the hub cannot be reached: Name or service not known. .*HF_HUB_OFFLINE=1",
-        ),
-        (status(RepositoryNotFoundError, 401), "as a hub id it is unknown to the hub, or private"),
-        (status(RevisionNotFoundError, 404), "known to the hub without a revision 'v7'"),
-    ],
-)
-def test_a_name_that_nobody_knows_is_an_error_at_once(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
-    asked = answer(monkeypatch, error)
-    with refused(ConfigError, "model", message, where="command line"):
-        check(options("nowhere/model", revision="v7"))
-    assert asked == [("nowhere/model", "v7")], "once, without retries"
-
-
-@pytest.mark.parametrize("error", [None, status(HfHubHTTPError, 503)])
-def test_names_that_may_be_on_the_hub_go_on_to_loading(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    asked = answer(monkeypatch, error)
-    assert check_places(options("owner/model", tokenizer="owner/words", revision="v7").model) == []
-    assert asked == [("owner/model", "v7"), ("owner/words", "main")]
-
-
-def test_what_is_in_the_cache_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = answer(monkeypatch, status(RepositoryNotFoundError, 404))
-    kept = {"owner/model": "config.json", "owner/words": "tokenizer_config.json"}
-
-    def in_cache(name: str, file: str, *, revision: str) -> str | None:
-        return str(tmp_path / file) if kept[name] == file else None
-
-    monkeypatch.setattr(model_files, "try_to_load_from_cache", in_cache)
-    check_places(options("owner/model", tokenizer="owner/words").model)
-    assert asked == []
-
-
-def test_offline_and_misspelt_names(tmp_path: Path) -> None:
-    with refused(ConfigError, "model", "HF_HUB_OFFLINE"):
+def test_names_that_are_no_folder_and_not_known_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(
+        SourceDamageError, "model", "HF_HUB_OFFLINE=1", got="'nowhere/model': nowhere/model", where="command line"
+    ):
         check(options("nowhere/model"))
-    shown = check_places(options("nowhere/model", tokenizer=tmp_path).model, needed=False)
-    assert len(shown) == 1 and shown[0].startswith("model 'nowhere/model' is no folder here, and not in the hub's")
-    for needed in (True, False):
-        with refused(ConfigError, "tokenizer", "as a hub id"):
-            check_places(options(tmp_path, tokenizer="no where/model").model, needed=needed)
-        with refused(ConfigError, "model", got="'./none', a folder that does not exist"):
-            check_places(options("./none").model, needed=needed)
+    with refused(SourceDamageError, "tokenizer", got="'owner/words'"):
+        check(options(tmp_path, tokenizer="owner/words"))
+    with refused(ConfigError, "model", got="'./none', a folder that does not exist"):
+        check(options("./none"))
+    asked: list[str] = []
+
+    def resolve(name: str, *, weights: bool) -> Path:
+        asked.append(name)
+        return tmp_path
+
+    monkeypatch.setattr(model_files, "resolve_source", resolve)
+    check_run(options("owner/model", tokenizer="owner/words", revision="v7"))
+    assert asked == ["owner/words", "owner/model@v7"]
 
 
 def test_every_mistake_names_file_and_line(models: dict[str, Path], tmp_path: Path) -> None:
@@ -299,7 +248,7 @@ def test_tensors_of_any_dtype_may_lie_beside_the_weights(tmp_path: Path) -> None
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["extra"] = torch.zeros(3, dtype=torch.complex64)
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    assert check_weights(str(tmp_path / "model")) == []
+    check_weights(tmp_path / "model")
 
 
 @pytest.mark.parametrize("index", [False, True])
@@ -322,11 +271,10 @@ def test_damaged_weights_are_found_before_they_are_loaded(tmp_path: Path, index:
     weights.unlink()
     if index:
         (folder / "model.safetensors.index.json").write_text("{", encoding="utf-8")
-        with refused(SourceDamageError, "model.safetensors.index.json", got="Expecting property name"):
+        with refused(SourceDamageError, "model.safetensors.index.json", "Expecting property name"):
             check_run(options(folder))
     else:
-        assert "has no weights here" in check_weights(str(folder), needed=False)[0]
-        with refused(SourceDamageError, "model", "no file of them"):
+        with refused(SourceDamageError, "model", "without any"):
             check_run(options(folder))
         (folder / "adapter_config.json").touch()
         check_run(options(folder))  # whose base is elsewhere

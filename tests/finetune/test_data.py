@@ -130,6 +130,13 @@ def test_packed_documents_do_not_see_each_other(
     assert (joined - alone).abs().max() > 1e-2, "one that sees the documents before it computes something else"
 
 
+def test_messages_keep_what_else_they_have(models: dict[str, Path], tmp_path: Path) -> None:
+    plain, called = CHATS[0], [*CHATS[1], {"role": "tool", "content": "2", "name": "add"}]
+    rows = [{"messages": plain}] * 1500 + [{"messages": called}]  # more than datasets writes at once
+    kept = loaded(models["llama"], write(tmp_path, rows), tmp_path).train
+    assert kept[1500]["messages"][2]["name"] == "add" and kept[0]["messages"][0]["content"] == QUESTIONS[0]
+
+
 def test_empty_rows_are_left_out_with_a_warning(models: dict[str, Path], tmp_path: Path) -> None:
     for kind, empty in (
         ("text", {"text": " \n"}),

@@ -1,4 +1,4 @@
-"""Options from files and the command line: the package's configurations, types, and what is an error with which hint."""
+"""Options from files and the command line: configurations, types, and what is an error with which hint."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, UnsupportedModelError, nearest
 from hf_neuron_moe.finetune import configs, read_options
+from hf_neuron_moe.finetune.data import files_of
 from hf_neuron_moe.finetune.model import adapters, patch
 from hf_neuron_moe.finetune.options import Options, known_options
 from hf_neuron_moe.finetune.reading import ELSEWHERE, parser_of, read_yaml
@@ -45,7 +46,9 @@ def test_every_configuration_is_found_by_its_name_and_reads() -> None:
         assert configs.find(name) == configs.find(name.rpartition("/")[2]) == configs.find(f"{name}.yaml")
         assert configs.summary_of(name)
         if not name.startswith(configs.LAUNCHER):
-            assert options_of(name).training.output_dir == f"runs/{name.rpartition('/')[2]}"
+            options = options_of(name)
+            assert options.training.output_dir == f"runs/{name.rpartition('/')[2]}"
+            assert all(map(Path.is_file, map(Path, files_of(options.data.train_files, "train_files"))))
     with refused(ConfigError, "CONFIG", r"Did you mean 'mixtral-8x7b'\?", got="'mixtral-8x7'"):
         configs.find("mixtral-8x7")
 
@@ -62,7 +65,7 @@ def test_a_configuration_patches_its_family_as_it_says(name: str) -> None:
     assert report is not None
     assert len(report.patched) == 2 and not report.refused and not report.skipped
     assert report.config.precision == options.training.neuron_precision
-    found = adapters(options.lora)
+    found = adapters(options.lora, model)
     assert (found is None) == (options.lora.lora_rank == 0)
 
 
@@ -217,16 +220,24 @@ def test_adapters_that_could_not_be_saved_are_an_error_before_training() -> None
     options = options_of("tiny-llama", "--lora_rank", "2", "--lora_parameters", "mlp.down_proj")
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     patch_model(model, {"weights": "kernel"})
-    config = adapters(options.lora)
+    config = adapters(options.lora, model)
     assert config is not None
     with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
         refuse_unsavable_adapters(get_peft_model(model, config))
 
 
-def test_keys_are_listed_short_or_all() -> None:
-    short, whole, dpo = parser_of("sft", short=True), parser_of("sft"), parser_of("dpo")
-    for text in ("--lora_rank", "--neuron_precision", "--learning_rate", "--packing", "--eval_share"):
-        assert text in short.format_help() and text in whole.format_help()
-    assert "--no_neuron_patch" not in whole.format_help()
-    assert "--adam_beta1" in whole.format_help() and "--adam_beta1" not in short.format_help()
-    assert "--loss_weights" in dpo.format_help()
+def test_keys_are_listed_own_ones_first() -> None:
+    sft, dpo = parser_of("sft").format_help(), parser_of("dpo").format_help()
+    assert (
+        sft.index("--model ") < sft.index("--lora_rank ") < sft.index("--learning_rate ") > sft.index("--eval_share ")
+    )
+    assert "--neuron_precision " in sft and "--no_neuron_patch" not in sft
+    assert "--loss_weights " in dpo and "--loss_weights " not in sft
+
+
+def test_the_files_of_the_documentation_read(tmp_path: Path, repo_root: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (repo_root / "docs" / "train.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
+        read_options([str(tmp_path / "mine.yaml"), "--use_cpu", "--model", "MODEL_DIR"])

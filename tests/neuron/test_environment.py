@@ -122,10 +122,10 @@ sys.meta_path.insert(0, Watch())
 @pytest.mark.parametrize(
     "start",
     [
-        "import finetune",
+        "sys.argv[1:] = ['train', 'tiny-llama']; from hf_neuron_moe.cli.main import main; main()",
         "sys.argv[1:] = ['verify-device', 'none']; from hf_neuron_moe.cli.main import main; main()",
     ],
-    ids=["finetune.py", "verify-device"],
+    ids=["train", "verify-device"],
 )
 def test_it_is_set_before_torch_may_load_the_plugin(start: str, tmp_path: Path, repo_root: Path) -> None:
     (tmp_path / "nki.py").write_text("", encoding="utf-8")

@@ -26,12 +26,13 @@ from hf_neuron_moe.errors import BackendUnavailableError
 from tests.tiny_models import tiny_model, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
+PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").rglob("*.md")])
 SELF_CONTAINED = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("get-started", "how-to", "concepts", "reference", "integrations", "explore", "convert")
+        for name in ("get-started", "train", "how-to", "concepts", "reference", "integrations", "explore", "convert")
     ),
 )
 """Pages whose examples need nothing but what they import. docs/kernels.md has a test of its own, and those of
@@ -64,7 +65,7 @@ class Rows(Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_are_python_without_left_out_arguments(page: Path) -> None:
     for number, snippet in enumerate(snippets(page), start=1):
         compile(snippet, f"{page.name}, example {number}", "exec")
@@ -160,7 +161,7 @@ def options_of(words: list[str]) -> set[str]:
     return {word.partition("=")[0] for word in words if re.match(r"-\w|--\w", word)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_exist_with_their_options(page: Path, program: Any, script_options: set[str]) -> None:
     """Held against the program's own table, or by name against the sources of scripts; nothing runs."""
     for command in commands(page):
@@ -193,11 +194,13 @@ def test_blocks_of_yaml_and_json_can_be_read() -> None:
     assert blocks and all(yaml.safe_load(block) for block in blocks)
 
 
-def test_the_self_contained_pages_have_examples() -> None:
-    assert all(snippets(page) for page in SELF_CONTAINED)
+def test_every_page_with_examples_is_run() -> None:
+    with_examples = {page.relative_to(ROOT).as_posix() for page in PAGES if snippets(page)}
+    others = {f"docs/{name}.md" for name in ("training", "loading", "neuron", "kernels", "distributed")}
+    assert with_examples == {*SELF_CONTAINED} | others
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith(("http:", "https:"))]

@@ -63,11 +63,15 @@ def test_the_picture_can_be_read_in_the_dark_and_by_a_screen_reader(front: Modul
     assert root.get("role") == "img" and names["title"] and names["desc"]
 
 
-def test_the_record_names_machine_and_date(front: ModuleType) -> None:
+def test_the_record_names_its_date_versions_and_setting(front: ModuleType) -> None:
     recorded = json.loads(front.RECORD.read_text(encoding="utf-8"))
-    assert {"date", "processor", "software"} <= recorded["machine"].keys()
-    steps = recorded["options"]["steps"]
-    assert {name: len(losses) for name, losses in recorded["losses"].items()} == dict.fromkeys(front.RUNS, steps)
+    assert {"date", "torch", "transformers", "threads"} <= recorded["environment"].keys()
+    assert recorded["curves"].keys() == front.RUNS.keys()
+    for curve in recorded["curves"].values():
+        assert curve[0][0] == 0 and curve[-1][0] == recorded["setting"]["steps"]
+        assert curve[-1][1] < curve[0][1]
+    day = recorded["environment"]["date"][:10]
+    assert day in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", MODELS)

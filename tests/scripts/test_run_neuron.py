@@ -10,14 +10,14 @@ from pathlib import Path
 
 import neuron_check
 import pytest
-from finetune import finetune, main as finetune_main
-from finetune_model import describe_unpatched, patch
-from finetune_options import Options, parse
 from make_tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning
+from hf_neuron_moe.finetune import finetune, read_options
+from hf_neuron_moe.finetune.model import describe_unpatched, patch
+from hf_neuron_moe.finetune.options import Options
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.refusals import refused
@@ -31,7 +31,7 @@ RUNS = {
 """By chip: the configuration, and the tiny twin of its model with sizes that the kernels take unpadded."""
 
 LONG = {"max_position_embeddings": 2048}
-"""Positions for the block_length of those configurations."""
+"""Positions for the max_length of those configurations."""
 
 
 def launch(chip: str, *options: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -53,9 +53,7 @@ def test_a_dry_run_checks_the_options_and_prints_the_command(chip: str, tmp_path
     result = launch(chip, "--max_steps", "3", DRY_RUN="1", NPROC="2", CACHE=str(tmp_path / "cache"))
     assert result.returncode == 0, result.stderr
     config, _, _ = RUNS[chip]
-    expected = (
-        f"-m torch.distributed.run --standalone --nproc_per_node 2 scripts/finetune.py configs/neuron/{config}.yaml"
-    )
+    expected = f"-m torch.distributed.run --standalone --nproc_per_node 2 -m hf_neuron_moe train {config}"
     assert f"{expected} --max_steps 3" in result.stdout
     assert f"backend neuron, to runs/{config}" in result.stdout
     assert "NEURON_LOGICAL_NC_CONFIG=2" in result.stdout
@@ -106,7 +104,7 @@ def test_a_dry_run_refuses_what_the_run_would_stop_at(
     if "DENSE" in words:
         make_tiny_model("llama", tmp_path / "model", **LONG)
         words = [str(tmp_path / "model") if word == "DENSE" else word for word in words]
-    assert neuron_check.main([chip, processes, "--dry", f"configs/neuron/{RUNS[chip][0]}.yaml", *words]) == 2
+    assert neuron_check.main([chip, processes, "--dry", RUNS[chip][0], *words]) == 2
     shown = capsys.readouterr()
     line = shown.err.splitlines()[-1]  # after the progress bars of making the model
     assert line.startswith("error: ") and message in line
@@ -137,7 +135,7 @@ def test_a_dry_run_tells_what_it_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert neuron_check.main([chip, processes, "--dry", f"configs/neuron/{RUNS[chip][0]}.yaml", *words]) == 0
+    assert neuron_check.main([chip, processes, "--dry", RUNS[chip][0], *words]) == 0
     assert message in capsys.readouterr().out
 
 
@@ -146,10 +144,10 @@ def test_lnc_decides_how_many_cores_a_chip_has(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    assert neuron_check.main(["trn3", "8", "--dry", "configs/neuron/trn3-llama-3-8b.yaml"]) == 0
+    assert neuron_check.main(["trn3", "8", "--dry", "trn3-llama-3-8b"]) == 0
     assert "on all of the 8 logical cores of 1 trn3 chip (LNC 1)" in capsys.readouterr().out
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "3")
-    assert neuron_check.main(["trn3", "8", "--dry", "configs/neuron/trn3-llama-3-8b.yaml"]) == 2
+    assert neuron_check.main(["trn3", "8", "--dry", "trn3-llama-3-8b"]) == 2
     assert "LNC (NEURON_LOGICAL_NC_CONFIG) must be 1 or 2, got '3'" in capsys.readouterr().err
 
 
@@ -183,7 +181,7 @@ def test_variables_that_contradict_each_other_or_the_chip_are_refused(
     monkeypatch.chdir(ROOT)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert neuron_check.main(["trn2", "4", mode, "configs/neuron/trn2-olmoe.yaml"]) == 2
+    assert neuron_check.main(["trn2", "4", mode, "trn2-olmoe"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -197,13 +195,11 @@ def test_the_own_variable_for_lnc_counts_for_the_runtime_too(tmp_path: Path) -> 
         assert line in result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("backend", ["torch", "neuron"])
-def test_a_run_off_the_device_says_what_is_missing(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(ROOT / "configs" / "neuron" / "trn2-olmoe.yaml"), "--neuron_backend", backend]
-    assert finetune_main(words) == 2
-    shown = capsys.readouterr().err
-    assert {"neuron": "nki is not installed", "torch": "on a CPU add --use_cpu true"}[backend] in shown
-    assert ".. " not in shown
+def test_a_run_off_the_device_says_what_is_missing() -> None:
+    with refused(BackendUnavailableError, "backend", "nki is not installed"):
+        read_options(["trn2-olmoe", "--neuron_backend", "neuron"])
+    with refused(ConfigError, "bf16", "on a CPU add --use_cpu true"):
+        read_options(["trn2-olmoe", "--neuron_backend", "torch"])
 
 
 def test_the_machine_is_asked_before_the_processes_start(
@@ -211,7 +207,7 @@ def test_the_machine_is_asked_before_the_processes_start(
 ) -> None:
     monkeypatch.chdir(ROOT)
     make_tiny_model("mixtral", tmp_path / "model", **LONG)
-    words = ["--here", "configs/neuron/trn2-olmoe.yaml", "--use_cpu", "true", "--model", str(tmp_path / "model")]
+    words = ["--here", "trn2-olmoe", "--use_cpu", "true", "--model", str(tmp_path / "model")]
     monkeypatch.setattr("hf_neuron_moe.device.installed.device_count", lambda: 4)
     with installed(tmp_path / "site", Double(target="trn2")):
         assert neuron_check.main(["trn2", "4", *words]) == 0
@@ -269,8 +265,8 @@ def test_torchrun_gets_the_process_group_and_the_variables(
     result = launch(chip, "--max_steps", "3", PYTHON=str(stub), CACHE=str(tmp_path / "cache"), **settings)
     assert result.returncode == 0, result.stderr
     command, *environment = result.stdout.splitlines()
-    config = f"configs/neuron/{RUNS[chip][0]}.yaml"
-    assert command == f"-m torch.distributed.run {group} scripts/finetune.py {config} --max_steps 3"
+    config = RUNS[chip][0]
+    assert command == f"-m torch.distributed.run {group} -m hf_neuron_moe train {config} --max_steps 3"
     assert variables <= set(environment)
     assert any(line.startswith("FI_") for line in environment) == ("NNODES" in settings and settings["NNODES"] != "1")
     assert {"HF_DEACTIVATE_ASYNC_LOAD=1", f"NKI_COMPILE_CACHE_URL={tmp_path / 'cache' / 'nki'}"} <= set(environment)
@@ -322,7 +318,7 @@ def test_without_a_machine_nothing_is_started() -> None:
 @pytest.mark.parametrize("chip", RUNS)
 def test_the_configuration_fits_its_chip(chip: str, tmp_path: Path) -> None:
     config, family, sizes = RUNS[chip]
-    options = parse([str(ROOT / "configs" / "neuron" / f"{config}.yaml"), "--use_cpu", "true"])
+    options = read_options([config, "--use_cpu", "true"])
     assert options.training.dataloader_drop_last, "a shorter last batch would be another shape"
     model = AutoModelForCausalLM.from_config(tiny_config(family, **sizes))
     with installed(tmp_path, Double(target=chip)):
@@ -341,8 +337,7 @@ def test_conversions_get_the_backend_of_the_run(tmp_path: Path) -> None:
     frozen, plain = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("mxfp8", "bf16"))
 
     def run(*words: str) -> Options:
-        config = str(ROOT / "configs" / "neuron" / "trn2-olmoe.yaml")
-        return parse([config, "--use_cpu", "true", "--neuron_activations", "recompute", *words])
+        return read_options(["trn2-olmoe", "--use_cpu", "true", "--neuron_activations", "recompute", *words])
 
     refusing, falling_back, by_torch = run(), run("--neuron_fallback", "torch"), run("--neuron_backend", "auto")
     with installed(tmp_path / "site", Double(target="trn3")):
@@ -366,16 +361,17 @@ def losses(chip: str, folder: Path, backend: str) -> list[float]:
         "train_files": folder / "text.txt",
         "eval_files": folder / "text.txt",
         "output_dir": out,
-        "block_length": 32,
+        "max_length": 32,
+        "pad_to_multiple_of": 32,
         "max_steps": 2,
-        "max_eval_blocks": 2,
+        "max_eval_samples": 2,
         "neuron_backend": backend,
         "save_strategy": "no",
         "use_cpu": "true",
         "disable_tqdm": "true",
     }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    finetune(parse([str(ROOT / "configs" / "neuron" / f"{config}.yaml"), *words]))
+    finetune(read_options([config, *words]))
     history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 

@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetune import finetune
-from finetune_options import parse
 from make_tiny_model import byte_tokenizer, make_tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from upcycle_gpt_oss import E2M1, save_mxfp4, to_mxfp4, upcycle
 
+from hf_neuron_moe.finetune import finetune, read_options
 from hf_neuron_moe.formats import dequantize_mxfp4_blocks
-from tests.scripts.test_finetune import command, logits, losses, text
+from tests.finetune.data_files import ROWS, losses, words as command, write
+from tests.tiny_models import tokens
 
-__all__ = ["text"]
 EXPERTS = "model.layers.0.mlp.experts"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens()).logits
 
 
 @pytest.fixture
@@ -84,26 +88,27 @@ def test_transformers_reads_the_mxfp4_files(llama: LlamaForCausalLM, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_training_from_mxfp4_ends_in_a_stock_checkpoint(
-    llama: LlamaForCausalLM, tmp_path: Path, text: Path, precision: str
+    llama: LlamaForCausalLM, tmp_path: Path, precision: str
 ) -> None:
     save_mxfp4(upcycle(llama), tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    metrics = finetune(parse(command(tmp_path, text, neuron_precision=precision, dtype="float32", max_steps=8)))
+    given = command(tmp_path / "model", write(tmp_path, ROWS["text"]), tmp_path / "out", eval_share=0.25, max_steps=8)
+    metrics = finetune(read_options([*given, "--neuron_precision", precision, "--dtype", "float32"]))
     learned = losses(tmp_path / "out")
     assert len(learned) == 8 and learned[-1] < learned[0] - 0.3
-    saved = load_file(tmp_path / "out" / "final" / "model.safetensors")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
     assert f"{EXPERTS}.gate_up_proj" in saved and saved[f"{EXPERTS}.gate_up_proj"].dtype == torch.float32
-    config = json.loads((tmp_path / "out" / "final" / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in config
     # Every part of the experts was trained, and stock transformers, without this package, computes what was trained.
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
     assert all(not torch.equal(saved[key], before[key]) for key in saved if ".experts." in key)
     torch.save(ids := torch.arange(48).view(2, 24), tmp_path / "ids.pt")
     script = Path(__file__).resolve().parents[2] / "scripts" / "stock_logits.py"
-    words = [sys.executable, script, tmp_path / "ids.pt", tmp_path, tmp_path / "out" / "final"]
+    words = [sys.executable, script, tmp_path / "ids.pt", tmp_path, tmp_path / "out"]
     subprocess.run([*map(str, words)], check=True)
-    stock = torch.load(tmp_path / "final.pt", weights_only=True)
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final", dtype=torch.float32)
+    stock = torch.load(tmp_path / "out.pt", weights_only=True)
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(stock, reopened.eval()(ids, use_cache=False).logits)
     assert metrics["eval_loss"] < learned[0]

@@ -56,6 +56,7 @@ NAMES = [f"{family}/{layout}" for family, layout in CELLS]
 CELLS_OF_FOUR = [("mixtral", "ep2-fsdp4"), ("mixtral", "ep2-tp2-fsdp2"), ("gpt_oss", "ep2-fsdp4")]
 NAMES_OF_FOUR = [f"{family}/{layout}" for family, layout in CELLS_OF_FOUR]
 TRAINER = "trainer"
+ROUNDED = "tp2/mxfp8"
 CHECKPOINTED = {("llama", "tp2"), ("mixtral", "ep2-tp2")}
 
 
@@ -141,6 +142,19 @@ def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
     return answer
 
 
+def rounded_cell(family: str, folder: Path) -> dict[str, Any]:
+    """Distances of each gradient: of two processes in mxfp8 from one, and of one in mxfp8 from one in fp32."""
+    runs = []
+    for precision, distributed in (("fp32", False), ("mxfp8", False), ("mxfp8", True)):
+        prepare = adapted(TARGETS[family], distributed)
+        trial = Trial(str(folder / family), LAYOUTS["tp2"], {"precision": precision}, steps=2, prepare=prepare)
+        where = (0, trial.batches) if distributed else ()
+        runs.append(train(trial, load(trial, distributed=distributed), *where))
+    exact, one, two = runs
+    format_, layout = compare(exact, one), compare(one, two)
+    return {name: [layout.gradients[name], far] for name, far in format_.gradients.items()}
+
+
 def trainer_cell(folder: Path, rank: int) -> dict[str, Any]:
     """Losses of transformers' Trainer, which has to make the adapters equal and to average their gradients."""
     losses = []
@@ -203,6 +217,8 @@ def cells(folder: Path, rank: int, processes: int) -> Iterator[tuple[str, Callab
     for family, layout in CELLS if processes == 2 else CELLS_OF_FOUR:
         yield f"{family}/{layout}", lambda family=family, layout=layout: cell(family, layout, folder, rank)
     if processes == 2:
+        for family in ("llama", "mixtral"):
+            yield f"{family}/{ROUNDED}", lambda family=family: rounded_cell(family, folder)
         yield TRAINER, lambda: trainer_cell(folder, rank)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.shared_runs import made_once, shared_folder
 from tests.tiny_models import tokens
-from tests.training.lora_driver import NAMES, NAMES_OF_FOUR, TRAINER
+from tests.training.lora_driver import NAMES, NAMES_OF_FOUR, ROUNDED, TRAINER
 
 pytestmark = pytest.mark.slow
 ALL = NAMES + NAMES_OF_FOUR
@@ -109,3 +109,13 @@ def test_the_trainer_makes_adapters_of_experts_equal_and_averages_their_gradient
     for answers in found:
         one, many = answers[TRAINER]["losses"]
         assert len(one) == 4 and many == pytest.approx(one, rel=2e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_quantized_blocks_round_once_more_per_process(family: str, found: list[dict[str, Any]]) -> None:
+    """As for weights (tests/distributed): each process rounds its share of a block's result, and of its input's."""
+    for answers in found:
+        cell = answers[f"{family}/{ROUNDED}"]
+        assert len(cell) == (14 if family == "llama" else 12)
+        far = {name: each for name, each in cell.items() if each[0] > 2 * each[1]}
+        assert not far, far

@@ -58,8 +58,8 @@ def test_every_option_of_the_configuration_is_a_field_with_its_default() -> None
     of_arguments = {each.name: each.default for each in fields(NeuronMoEArguments)}
     of_config = {f"neuron_{each.name}": each.default for each in fields(NeuronMoEConfig)}
     assert of_config.items() <= of_arguments.items()
-    others = {"neuron_patch", "neuron_include", "neuron_exclude", "neuron_strict", "neuron_health_steps"}
-    assert of_arguments.keys() - of_config.keys() == others
+    others = {"patch", "include", "exclude", "strict", "health_steps", "guard", "guard_steps"}
+    assert of_arguments.keys() - of_config.keys() == {f"neuron_{name}" for name in others}
 
 
 def test_an_activation_policy_comes_as_json_or_as_a_mapping(tmp_path: Path) -> None:

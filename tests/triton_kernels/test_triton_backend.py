@@ -7,7 +7,9 @@ those of one rounding of every value. The forward's gradient of the routing weig
 from __future__ import annotations
 
 import copy
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
 from hf_neuron_moe.backends.triton import backend, device_functions, expert_gemm, gate_epilogue, mx_both_ways
 from hf_neuron_moe.errors import BackendUnavailableError
+from scripts.count_launches import Layer, counted
 from tests.tiny_models import tiny_model
 from tests.triton_kernels.grouped_rows import small_integers
 
@@ -198,3 +201,20 @@ def test_where_it_cannot_run_it_says_so(reason: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(device_functions.INTERPRETED, "value", False)
     with pytest.raises(BackendUnavailableError, match=reason):
         resolve_backend("triton", torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other releases dispatch other operations")
+def test_the_documents_have_the_counts_of_operations(repo_root: Path) -> None:
+    """Of the layer of docs/performance.md: its table, and that of the Triton backend."""
+    layer, precision = Layer(experts=128, hidden=128, inner=128, tokens=1024, top_k=8), ""
+    rows = re.findall(
+        r"^\|(?: `(\w+)`)? \| `(\w+)` \| (\d+) \| (\d+) \|$", (repo_root / "docs/triton.md").read_text(), re.M
+    )
+    assert len(rows) == 7
+    for named, policy, operations, kernels in rows:
+        precision = named or precision
+        found = counted(layer.patched("triton", precision, policy), triton=True)
+        assert (found["operations"], found["triton_kernels"]) == (int(operations), int(kernels)), (precision, policy)
+    table = (repo_root / "docs/performance.md").read_text().partition("| at once | bf16")[2]
+    for precision, operations in zip(("bf16", "mxfp8", "fp32"), re.findall(r"(\d+) \| 0 \|", table)[:3], strict=True):
+        assert counted(layer.patched("torch-grouped", precision, "minimal"))["operations"] == int(operations), precision

@@ -224,7 +224,7 @@ def _weights(
             error, expert, found_evidence = worst[name]
             product_name = "down.dw" if name == "down" else "gate_up.dw"
             middle = sorted(typical[name] or [0.0])[(len(typical[name]) - 1) // 2]
-            measured = magnitudes(present[name].reshape(-1, present[name].shape[-1]))[0] | {
+            measured = magnitudes(present[name], by_expert=False)[0] | {
                 "worst": error,
                 "rounding": middle,
             }

@@ -68,8 +68,11 @@ def weights(product: str, parts: Sequence[Tensor]) -> Finding:
     return replace(worst, figures={name: (lowest | highest)[name] for name in worst.figures})
 
 
-def magnitudes(values: Tensor) -> tuple[dict[str, float], int]:
-    """Return the figures that need no sample, and the expert with the largest magnitude; -1 without experts."""
+def magnitudes(values: Tensor, *, by_expert: bool = True) -> tuple[dict[str, float], int]:
+    """Return the figures that need no sample, and the expert with the largest magnitude; -1 without experts.
+
+    The root mean square is the smallest of the experts', or not `by_expert` that of all: some experts have no gradient.
+    """
     if not values.numel():
         return {}, -1
     parts = values.detach() if values.dim() == 3 else values.detach().unsqueeze(0)
@@ -80,7 +83,11 @@ def magnitudes(values: Tensor) -> tuple[dict[str, float], int]:
     largest = int(wrong_E.int().argmax()) if nonfinite else int(amax_E.argmax())
     if not nonfinite and len(parts) > 1 and not rms_E.all():
         largest = int(rms_E.argmin())
-    figures = {"nonfinite": float(nonfinite), "amax": float(amax_E.max()), "rms": float(rms_E.min())}
+    figures = {
+        "nonfinite": float(nonfinite),
+        "amax": float(amax_E.max()),
+        "rms": float(rms_E.min() if by_expert else rms_E.square().mean().sqrt()),
+    }
     return figures, largest if values.dim() == 3 else -1
 
 

@@ -22,7 +22,7 @@ from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.training.block_calls import Call, activated, softcapped
 
 _CHUNK = 1024  # rows that are computed together
-_DIFFERENCE = 1e-5  # of the two values whose difference is a slope
+_DIFFERENCE = 1e-7  # of the two values whose difference is a slope
 
 
 class Product(NamedTuple):

@@ -15,7 +15,7 @@ from hf_neuron_moe.training.guard.watch import StepLooked, Watch
 from tests.tiny_models import tiny_model, tokens
 from tests.training.guard.faults import DENSE, FAULTS, Fault, injected
 
-FAST = {"stale copy of gate", "carry lost over tiles of rows", "dropped expert", "gradient of the wrong expert"}
+FAST = {"one row lost", "carry lost over tiles of rows", "dropped expert", "gradient of the wrong expert"}
 
 
 class Watched:

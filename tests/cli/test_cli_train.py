@@ -1,0 +1,76 @@
+"""The command ``train``: lists, checks, one line per mistake, one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.byte_tokenizer import save_byte_tokenizer
+from tests.tiny_models import tiny_config
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return a function that writes the file of a short run."""
+    import datasets
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=256)).save_pretrained(model)
+    save_byte_tokenizer(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = "!"
+    tokenizer.save_pretrained(model)
+    (tmp_path / "text.jsonl").write_text('{"text": "We the people"}\n' * 8, encoding="utf-8")
+
+    def write(**keys: Any) -> Path:
+        given = {"model": str(model), "train_files": str(tmp_path / "text.jsonl"), "output_dir": str(tmp_path / "out")}
+        file = tmp_path / "mine.yaml"
+        file.write_text(yaml.safe_dump(given | {"max_steps": 1, "use_cpu": True} | keys, sort_keys=False))
+        return file
+
+    return write
+
+
+def test_configurations_are_listed_and_shown(run: Any) -> None:
+    shown = run("train", "--list-configs")
+    assert shown.code == 0 and "mixtral-8x7b " in shown.out and "distributed/deepseek-v3-trn2" in shown.out
+    shown = run("train", "--show-config", "mixtral-8x7b")
+    assert shown.code == 0 and yaml.safe_load(shown.out)["model"] == "mistralai/Mixtral-8x7B-v0.1"
+    shown = run("train", "--show-config", "mixtral-8x7")
+    assert shown.code == 2 and "Did you mean 'mixtral-8x7b'?" in shown.err
+    shown = run("train", "--list-keys", "sft")
+    assert shown.code == 0 and "--neuron_precision" in shown.out
+    shown = run("train")
+    assert shown.code == 2 and "CONFIG" in shown.err
+
+
+def test_a_run_and_its_mistakes(run: Any, config: Callable[..., Path], tmp_path: Path) -> None:
+    shown = run("train", config(), "--check")
+    assert shown.code == 0 and "no mistake found" in shown.out and not (tmp_path / "out").exists()
+    shown = run("train", config(), "--json", "--max_steps", "2")
+    facts = json.loads(shown.out)
+    assert shown.code == 0 and facts["ok"] and facts["metrics"]["train_loss"] > 0
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["max_steps"] == 2
+    shown = run("train", config(max_length=4096))
+    line = f"{tmp_path}/mine.yaml, line 6: max_length must be at most 64, the positions of {tmp_path}/model, got 4096."
+    assert (shown.code, shown.out) == (2, "") and shown.err.splitlines()[-1].startswith(line)
+    shown = run("train", config(), "--max_stepz", "2", "--json")
+    assert shown.code == 2 and json.loads(shown.out)["kind"] == "usage"
+    shown = run("train", config(), "--resume", "--output_dir", tmp_path / "new")
+    assert shown.code == 2 and "resume_from_checkpoint must be used with a complete checkpoint" in shown.err
+
+
+def test_missing_packages_are_named_together(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = sys.modules["importlib.util"].find_spec
+    gone = ("trl", "peft")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in gone else find(name, *more))
+    shown = run("train", "tiny-mixtral")
+    assert shown.code == 2 and 'got no trl, peft. Install the extra: pip install "hf-neuron-moe[train]"' in shown.err

@@ -1,0 +1,260 @@
+"""From options to a checkpoint: full, LoRA, a frozen MXFP8 base, preferences, an interruption, the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.finetune import finetune, read_options, run as run_module
+from hf_neuron_moe.finetune.run import TrainingInterrupted, checkpoint_to_resume
+from hf_neuron_moe.finetune.trainers import StopAfterStep
+from hf_neuron_moe.training import mark_complete
+from tests.finetune.data_files import ROWS, losses, words, write
+from tests.refusals import refused
+from tests.tiny_models import tokens
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens()).logits
+
+
+def test_full_fine_tuning_of_chats_ends_in_a_stock_checkpoint_with_a_card(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    file, out = write(tmp_path, ROWS["messages"]), tmp_path / "out"
+    keys = {"neuron_precision": "mxfp8", "neuron_weights": "kernel", "eval_share": 0.25, "max_steps": 6}
+    told: list[str] = []
+    options = read_options(words(models["mixtral"], file, out, **keys, assistant_only_loss=True, packing=True))
+    metrics = finetune(options, told.append)
+    learned = losses(out)
+    assert len(learned) == 6 and learned[-1] < learned[0] - 0.3
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    assert (
+        "2 patched" in told[0] and "rows of messages, 1 to evaluate on" in told[1] and told[2] == "one process on cpu"
+    )
+    before, after = (load_file(folder / "model.safetensors") for folder in (models["mixtral"], out))
+    assert {key: value.shape for key, value in after.items()} == {key: value.shape for key, value in before.items()}
+    assert all(not torch.equal(after[key], before[key]) for key in after if "mlp" in key or "block_sparse" in key)
+    assert torch.isfinite(logits(AutoModelForCausalLM.from_pretrained(out))).all()
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    card = ModelCard.load(out / "README.md")
+    assert card.data.tags == ["hf-neuron-moe", "trl", "sft"] and card.data.base_model is None
+    for line in (
+        "| precision | `mxfp8` |",
+        "| patched blocks | 2 experts in mxfp8, computed by torch |",
+        f"| loss | {learned[-1]:.4f} at step 6 ({learned[0]:.4f} at step 1) |",
+        f"| evaluation loss | {metrics['eval_loss']:.4f} at step 6 |",
+        "| saved bytes per token | ",
+    ):
+        assert line in card.content
+    assert "inf" not in card.content
+
+
+def test_lora_on_attention_and_experts_is_saved_and_merged(models: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keys: dict[str, Any] = {"lora_rank": 4, "lora_merge": True, "lora_targets": ["q_proj", "v_proj"]}
+    keys["lora_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    finetune(read_options(words(models["mixtral"], write(tmp_path, ROWS["completion"]), out, max_steps=6, **keys)))
+    assert losses(out)[-1] < losses(out)[0]
+    adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["mixtral"]), out)
+    expected, plain = logits(adapter), logits(AutoModelForCausalLM.from_pretrained(models["mixtral"]))
+    actual = logits(AutoModelForCausalLM.from_pretrained(out / "merged"))
+    scale = expected.abs().max()
+    assert (expected - plain).abs().max() > 1e-2 * scale, "the adapters did nothing"
+    assert (actual - expected).abs().max() <= 1e-6 * scale
+    assert "| LoRA | rank 4, alpha 16 on q_proj, v_proj, mlp.experts.gate_up_proj, " in (out / "README.md").read_text()
+
+
+def test_lora_on_dense_layers_and_what_peft_does_not_find(models: dict[str, Path], tmp_path: Path) -> None:
+    given = words(models["llama"], write(tmp_path, ROWS["text"]), tmp_path / "out", lora_rank=4)
+    finetune(read_options([*given, "--lora_targets", "gate_proj", "up_proj", "down_proj", "--gradient_checkpointing"]))
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert names and all("mlp" in name for name in names)
+    with refused(ConfigError, "lora_parameters", where="command line", got="'mlp.gate_up'"):
+        finetune(read_options([*given, "--lora_parameters", "mlp.gate_up"]))
+
+
+def test_lora_on_a_frozen_mxfp8_base(models: dict[str, Path], tmp_path: Path) -> None:
+    model, out, told = tmp_path / "model", tmp_path / "out", []
+    convert_checkpoint(models["llama"], model, ConvertOptions("mxfp8"))
+    kept = {path.name: path.read_bytes() for path in model.iterdir()}
+    keys = {"lora_rank": 4, "max_steps": 6, "gradient_checkpointing": True}
+    finetune(read_options(words(model, write(tmp_path, ROWS["messages"]), out, **keys)), told.append)
+    assert told[0] == "nothing patched: the base is frozen MX, backend torch"
+    assert losses(out)[-1] < losses(out)[0]
+    saved = load_file(out / "adapter_model.safetensors")
+    assert saved and all("lora_" in key for key in saved)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == kept
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+def test_preferences_begin_at_the_reference_and_are_learned(
+    keys: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    file, out = write(tmp_path, ROWS["preference"]), tmp_path / "out"
+    given = words(models["llama"], file, out, method="dpo", eval_share=0.25, max_steps=6, **keys)
+    metrics = finetune(read_options([*given, "--neuron_precision", "mxfp8"]))
+    learned = losses(out)
+    # At first the model is its own reference, with the same rounding: the loss is that of a coin.
+    assert learned[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert learned[-1] < 0.95 * learned[0] and metrics["eval_rewards/margins"] > 0
+    assert "method `dpo`" in (out / "README.md").read_text()
+
+
+class _PressCtrlC(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def pressed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C is pressed in the second step."""
+    made = run_module.make_trainer
+
+    def make(*given: Any) -> Any:
+        trainer = made(*given)
+        trainer.add_callback(_PressCtrlC(2))
+        return trainer
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(run_module, "make_trainer", make)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_after_the_step_and_resuming_equals_an_uninterrupted_run(
+    models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, ROWS["messages"])
+    finetune(read_options(words(models["mixtral"], file, tmp_path / "whole")))
+    out = tmp_path / "out"
+    given = words(models["mixtral"], file, out)
+    with refused(ConfigError, "resume_from_checkpoint", got="'none'"):
+        finetune(read_options([*given, "--resume_from_checkpoint", "none"]))
+    request.getfixturevalue("pressed")
+    with pytest.raises(TrainingInterrupted, match=f"stopped after step 2, with a checkpoint in {out}"):
+        finetune(read_options(given))
+    assert "stopping after this step" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
+    finetune(read_options([*given, "--resume_from_checkpoint", "true"]))
+    assert losses(out) == losses(tmp_path / "whole")
+    one, two = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "whole"))
+    assert all(torch.equal(one[key], two[key]) for key in two)
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    stop = StopAfterStep()
+    stop._ask(2, None)
+    stop._ask(2, None)  # a launcher repeats what the terminal sent
+    assert stop.asked_at is not None
+    stop.asked_at -= 10
+    with pytest.raises(KeyboardInterrupt):
+        stop._ask(2, None)
+
+
+def test_auto_resumes_from_complete_checkpoints_only(models: dict[str, Path], tmp_path: Path) -> None:
+    def wish(value: str) -> str | bool | None:
+        given = words(models["llama"], tmp_path / "none", tmp_path, resume_from_checkpoint=value)
+        return checkpoint_to_resume(read_options(given))
+
+    assert wish("auto") is None and wish("true") is True and wish("some/path") == "some/path"
+    half = tmp_path / "checkpoint-2"
+    half.mkdir()
+    for name in ("trainer_state.json", "neuron_moe_saving.json"):
+        (half / name).write_text("{}")
+    assert wish("auto") is None
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}")
+    mark_complete(tmp_path / "checkpoint-4")
+    assert wish("auto") is True
+    (tmp_path / "checkpoint-4").rename(tmp_path / "replaced-checkpoint-4")
+    assert wish("auto") is True
+
+
+def test_the_upload_gets_the_card(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = []
+    options = read_options(words(models["llama"], write(tmp_path, ROWS["text"]), tmp_path / "out", max_steps=1))
+    made = run_module.make_trainer
+
+    def make(*given: Any) -> Any:
+        trainer = made(*given)
+        options.training.push_to_hub = True  # the checks would ask the hub
+        trainer.init_hf_repo = lambda **_: setattr(trainer, "hub_model_id", "me/out")
+        return trainer
+
+    def upload(**given: Any) -> None:
+        assert given["repo_id"] == "me/out"
+        pushed.append(sorted(path.name for path in Path(given["folder_path"]).iterdir()))
+
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: SimpleNamespace(upload_folder=upload))
+
+    monkeypatch.setattr(run_module, "make_trainer", make)
+    finetune(options)
+    assert len(pushed) == 1 and {"README.md", "model.safetensors", "tokenizer.json"} <= set(pushed[0])
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_the_command_prints_the_command_that_resumes(models: dict[str, Path], tmp_path: Path) -> None:
+    file, out = tmp_path / "my run.yaml", tmp_path / "out"
+    keys = {
+        "model": str(models["llama"]),
+        "train_files": str(write(tmp_path, ROWS["messages"])),
+        "output_dir": str(out),
+    }
+    keys |= {"logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 1}
+    file.write_text(yaml.safe_dump(keys | {"max_steps": 100_000}), encoding="utf-8")
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-m", "hf_neuron_moe", "train", str(file), "--seed", "1"],
+        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background of a shell ignores SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if "loss" in line:
+            break
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 130 and "Traceback" not in err
+    stopping, stopped, resume, last = err.splitlines()[-4:]
+    assert stopping.startswith("stopping after this step") and stopped.startswith("stopped after step ")
+    assert last == "interrupted"
+    command = shlex.split(resume.removeprefix("resume: "))
+    assert command == ["hf-neuron-moe", "train", str(file), "--seed", "1", "--resume"]
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] >= 1
+
+
+def test_the_example_script_trains(models: dict[str, Path], tmp_path: Path) -> None:
+    import finetune as example
+
+    example.main(str(models["mixtral"]), str(write(tmp_path, ROWS["text"])), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
