@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.setting import machine
 from hf_neuron_moe.explore.inputs import token_rows
+from hf_neuron_moe.explore.measure import loss_sum
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
 from hf_neuron_moe.explore.run import Options, explore, load_model
 
@@ -86,15 +87,10 @@ def run(subject: str, layers: int, options: Options, held_out_tokens: int) -> di
     chosen = (
         exceptions or sorted(ranked, key=lambda name: -result.measures.blocks[name].scores["mxfp8"].expected)[:count]
     )
-    model = load_model(folder)
     rows_NL = token_rows(HELD_OUT, AutoTokenizer.from_pretrained(folder), held_out_tokens, options.length)
-
-    def held_out(bf16: list[str]) -> float:
-        with at_precisions(model, dict.fromkeys(set(ranked) - set(bf16), "mxfp8")):
-            losses = losses_of(model, rows_NL)
-        return sum(losses) / len(losses)
-
     draw = random.Random(0)
+    choices = {"mxfp8": [], "plan": chosen, "evenly spaced": spread_over(sorted(ranked), count)}
+    choices |= {f"random {number}": draw.sample(ranked, count) for number in range(DRAWS)}
     found = {
         "subject": subject,
         "tokens": result.measures.tokens,
@@ -106,17 +102,32 @@ def run(subject: str, layers: int, options: Options, held_out_tokens: int) -> di
         "measured_losses": result.measured,
         "plan": result.plan.recipe,
         "bf16_blocks": count,
-        "held_out": {
-            "bf16": held_out(ranked),
-            "mxfp8": held_out([]),
-            "plan": held_out(chosen),
-            "evenly spaced": held_out(spread_over(sorted(ranked), count)),
-            "random": [held_out(draw.sample(ranked, count)) for _ in range(DRAWS)],
-        },
+        "held_out": held_out(load_model(folder), rows_NL, ranked, choices),
     }
     if subject == "planted":
         found |= folded(folder, result, options)
     return found
+
+
+def held_out(model: Any, rows_NL: torch.Tensor, names: list[str], choices: dict[str, list[str]]) -> dict[str, Any]:
+    """Return by how many percent each choice of bf16 blocks changes the loss, and its divergence from bf16 in nats.
+
+    The divergence is the change of the loss on text that the model itself would write, without a text's own chance.
+    """
+    base, sums = 0.0, {name: [0.0, 0.0] for name in choices}
+    tokens = rows_NL[:, 1:].numel()
+    for row_L in rows_NL.split(1):
+        with torch.no_grad():
+            expected = model(input_ids=row_L).logits
+            base += loss_sum(expected, row_L).item()
+            for name, bf16 in choices.items():
+                with at_precisions(model, dict.fromkeys(set(names) - set(bf16), "mxfp8")):
+                    logits = model(input_ids=row_L).logits
+                logs = [each[0, :-1].float().log_softmax(-1) for each in (logits, expected)]
+                sums[name][0] += loss_sum(logits, row_L).item()
+                sums[name][1] += torch.nn.functional.kl_div(*logs, reduction="sum", log_target=True).item()
+    found = {name: [100 * (loss / base - 1), apart / tokens] for name, (loss, apart) in sums.items()}
+    return {"tokens": tokens, "loss": base / tokens, "change_percent_and_divergence": found}
 
 
 def folded(folder: Path, result: Any, options: Options) -> dict[str, Any]:
@@ -148,13 +159,9 @@ def show(found: dict[str, Any]) -> None:
     change = {name: 100 * (value - loss) / loss for name, value in found["measured_losses"].items()}
     print("  measured on the same text, %: " + ", ".join(f"{name} {value:+.3f}" for name, value in change.items()))
     print(f"  plan: {found['plan']}")
-    base = held["bf16"]
-    shown = {name: 100 * (held[name] - base) / base for name in ("mxfp8", "plan", "evenly spaced")}
-    draws = sorted(100 * (value - base) / base for value in held["random"])
-    print(
-        f"  held out, {found['bf16_blocks']} blocks in bf16, %: " + ", ".join(f"{n} {v:+.3f}" for n, v in shown.items())
-    )
-    print(f"  random choices, %: {', '.join(f'{value:+.3f}' for value in draws)}")
+    print(f"  {held['tokens']:,} held-out tokens, {found['bf16_blocks']} blocks in bf16: loss, divergence from bf16")
+    for name, (percent, apart) in sorted(held["change_percent_and_divergence"].items(), key=lambda item: item[1][1]):
+        print(f"    {name:14} {percent:+.3f} %  {apart:.3e}")
     if "folded" in found:
         print(f"  folded: {found['folded']}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.errors import DestinationError
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.operand_sums import Operand
 
-FORM = 1
+FORM = 2
 
 
 def identity_of(folder: Path, text: Path, options: Sequence[Any]) -> str:
@@ -38,8 +40,13 @@ def load_state(path: Path, identity: str) -> Measures | None:
     """Return what a run with this identity left; None where there is none, or one of another run."""
     if not path.is_file():
         return None
-    held = torch.load(path, weights_only=True)
-    if held["identity"] != identity:
+    try:
+        held = torch.load(path, weights_only=True)
+        other = held["identity"] != identity
+    except (EOFError, LookupError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
+        got, fix = f"something else ({type(error).__name__})", "Remove it."
+        raise DestinationError.about(str(path), "what an interrupted run left", got, fix) from error
+    if other:
         return None
     stored = held["measures"]
     blocks = {}

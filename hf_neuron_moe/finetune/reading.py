@@ -92,11 +92,7 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
 
 
 def read_yaml(path: Path) -> dict[str, Given]:
-    """Return the keys of a YAML file with their lines.
-
-    Raises:
-        ConfigError: it is no YAML, no mapping, or has a key twice.
-    """
+    """Return the keys of a YAML file with their lines."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()

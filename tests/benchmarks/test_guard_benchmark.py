@@ -11,9 +11,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_healthy_run_is_silent_and_goes_on(
-    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_healthy_run_is_silent_and_goes_on(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec = importlib.util.spec_from_file_location("guard_benchmark", repo_root / "benchmarks" / "guard.py")
     assert spec is not None and spec.loader is not None

@@ -27,6 +27,7 @@ from hf_neuron_moe.explore.explore_page import short_blocks, write_explore_page
 from hf_neuron_moe.explore.inputs import token_rows
 from hf_neuron_moe.explore.measured_changes import losses_of
 from hf_neuron_moe.explore.run import Options, explore
+from hf_neuron_moe.explore.state import load_state
 from tests.explore.models import TEXT, checkpoint
 
 SMALL = Options(tokens=256, length=64, verify=2)
@@ -297,6 +298,14 @@ def test_the_state_of_another_run_is_not_taken(model_dir, tmp_path):
     seen: list[int] = []
     explore(model_dir, TEXT, Options(256, 32, verify=0), state, lambda done, total: seen.append(done))
     assert seen[0] == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, None])
+def test_a_file_that_no_run_left_is_not_taken(content, tmp_path):
+    path = tmp_path / "state"
+    torch.save([1], path) if content is None else path.write_bytes(content)
+    with pytest.raises(NeuronMoEError, match="what an interrupted run left, got something else"):
+        load_state(path, "identity")
 
 
 def _stop_at_once(done: int, total: int) -> None:
