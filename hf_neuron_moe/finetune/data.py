@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from hf_neuron_moe.errors import NeuronMoEWarning, nearest
-from hf_neuron_moe.finetune.options import Options, bad, one_line
-from hf_neuron_moe.finetune.rows import EMPTY, KINDS, BadRow, Reader, is_chat
+from hf_neuron_moe.finetune.data_rows import EMPTY, KINDS, BadRow, Reader, is_chat
+from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 """Which loader of `datasets` reads which files."""

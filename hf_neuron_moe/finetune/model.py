@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import NeuronMoEError, nearest
-from hf_neuron_moe.finetune.checks import check_quantized, check_quantized_backend
-from hf_neuron_moe.finetune.options import LoraOptions, ModelOptions, bad, one_line
+from hf_neuron_moe.finetune.early_checks import check_quantized, check_quantized_backend
+from hf_neuron_moe.finetune.train_options import LoraOptions, ModelOptions, bad, one_line
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.report import PatchReport

@@ -20,7 +20,7 @@ from hf_neuron_moe.convert.io.folder import resolve_source
 from hf_neuron_moe.convert.io.source import damaged, read_index
 from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import SourceDamageError, public
-from hf_neuron_moe.finetune.options import bad, one_line
+from hf_neuron_moe.finetune.train_options import bad, one_line
 from hf_neuron_moe.quantizers.quantization_config import PRECISIONS
 
 CONFIG_FILE = "config.json"

@@ -19,7 +19,7 @@ from transformers.integrations import is_deepspeed_available
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, not_one_of
 from hf_neuron_moe.finetune import configs
-from hf_neuron_moe.finetune.options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
+from hf_neuron_moe.finetune.train_options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
 
 COMMAND_LINE = "command line"
 ELSEWHERE = {

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_neuron_moe.finetune import finetune, read_options, run
-from hf_neuron_moe.finetune.run import TrainingInterrupted
+from hf_neuron_moe.finetune import finetune, read_options, train_run
+from hf_neuron_moe.finetune.train_run import TrainingInterrupted
 
 
 class PressCtrlC(TrainerCallback):
@@ -28,19 +28,19 @@ class PressCtrlC(TrainerCallback):
 
 def stop(file: Path) -> None:
     """Train until the processes agree to stop."""
-    made = run.make_trainer
+    made = train_run.make_trainer
 
     def make(*given: Any) -> Any:
         trainer = made(*given)
         trainer.add_callback(PressCtrlC())
         return trainer
 
-    run.make_trainer = make
+    train_run.make_trainer = make
     try:
         finetune(read_options([str(file)]), quiet=True)
     except TrainingInterrupted as interrupted:
         print(interrupted)
-    run.make_trainer = made
+    train_run.make_trainer = made
 
 
 if __name__ == "__main__":

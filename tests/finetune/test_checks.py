@@ -17,10 +17,10 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from hf_neuron_moe.finetune import check, configs, model_files, read_options
-from hf_neuron_moe.finetune.checks import check_packing, check_run, check_training, masks_with_positions
+from hf_neuron_moe.finetune.early_checks import check_packing, check_run, check_training, masks_with_positions
 from hf_neuron_moe.finetune.kernels import check_kernels
 from hf_neuron_moe.finetune.model_files import check_weights, longest_input, read_config
-from hf_neuron_moe.finetune.options import Options
+from hf_neuron_moe.finetune.train_options import Options
 from tests.finetune.data_files import ROWS, write
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed

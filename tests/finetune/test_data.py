@@ -13,7 +13,7 @@ from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 from hf_neuron_moe.finetune import read_options
 from hf_neuron_moe.finetune.data import Data, load_data
 from hf_neuron_moe.finetune.model import load_tokenizer
-from hf_neuron_moe.finetune.run import check, make_trainer
+from hf_neuron_moe.finetune.train_run import check, make_trainer
 from tests.finetune.data_files import ANSWERS, CHATS, QUESTIONS, ROWS, words, write
 from tests.refusals import refused
 

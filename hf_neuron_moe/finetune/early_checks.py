@@ -33,7 +33,7 @@ from hf_neuron_moe.finetune.model_files import (
     read_config,
 )
 from hf_neuron_moe.finetune.needs import check_needs
-from hf_neuron_moe.finetune.options import LoraOptions, Options, bad, one_line
+from hf_neuron_moe.finetune.train_options import LoraOptions, Options, bad, one_line
 from hf_neuron_moe.training.checkpoint_files import find_last_complete
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
