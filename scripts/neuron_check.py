@@ -21,11 +21,11 @@ from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.device.installed import Installation, inspect_installation
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_SDK, DocumentedAdapter
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, SourceDamageError
-from hf_neuron_moe.finetune.checks import check_files, check_resume, check_run, check_training
+from hf_neuron_moe.finetune.early_checks import check_files, check_resume, check_run, check_training
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
 from hf_neuron_moe.finetune.model_files import check_weights, folder_of, read_config
-from hf_neuron_moe.finetune.options import Options
 from hf_neuron_moe.finetune.reading import located, read_options
+from hf_neuron_moe.finetune.train_options import Options
 from hf_neuron_moe.precision_map import spelled
 
 CORES_PER_CHIP = 8

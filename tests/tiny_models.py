@@ -164,7 +164,7 @@ MUSE_SPARK: dict[str, Any] = {
     "pad_token_id": 0,
     "mlp_layer_types": ["sparse", "dense"],
 }
-"""A tiny MuseSparkTextConfig, which has no class for language modelling of its own."""
+"""Of a tiny muse_spark_text, which has no class for language modelling of its own."""
 _LATER: dict[str, dict[str, Any]] = {
     "hy_v4": {
         "n_routed_experts": 4,

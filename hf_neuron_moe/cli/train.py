@@ -14,7 +14,7 @@ from hf_neuron_moe.cli.shared_options import Json, choice
 from hf_neuron_moe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.finetune.options import Options
+    from hf_neuron_moe.finetune.train_options import Options
 
 COMMAND = {
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
@@ -84,7 +84,7 @@ def _run(options: Options, words: list[str], check_only: bool, as_json: bool) ->
     from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
-    from hf_neuron_moe.finetune.run import TrainingInterrupted, check, finetune
+    from hf_neuron_moe.finetune.train_run import TrainingInterrupted, check, finetune
 
     if as_json or not sys.stderr.isatty():  # bars fill a log with their steps
         disable_progress_bar()

@@ -200,7 +200,8 @@ def loss_without_us(model: MixtralForCausalLM, windows_NL: Tensor) -> float:
         model.save_pretrained(checkpoint)
         script = Path(__file__).with_name("stock_losses.py")
         command = [sys.executable, "-P", str(script), str(windows_file), str(checkpoint)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        # In a session of its own it does not see Ctrl-C: this process ends it, and says so in one line.
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, start_new_session=True)
     return float(done.stdout.split()[-1])
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from hf_neuron_moe._lazy import lazy
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.finetune.options import Options
     from hf_neuron_moe.finetune.reading import read_options
-    from hf_neuron_moe.finetune.run import check, finetune
+    from hf_neuron_moe.finetune.train_options import Options
+    from hf_neuron_moe.finetune.train_run import check, finetune
 
 __all__ = ["Options", "check", "finetune", "read_options"]
 
 _LAZY, __getattr__ = lazy(
-    __name__, {"options": ("Options",), "reading": ("read_options",), "run": ("check", "finetune")}
+    __name__, {"train_options": ("Options",), "reading": ("read_options",), "train_run": ("check", "finetune")}
 )

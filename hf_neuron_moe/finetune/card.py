@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from hf_neuron_moe.finetune.options import Options
+from hf_neuron_moe.finetune.train_options import Options
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.precision_map import spelled
 

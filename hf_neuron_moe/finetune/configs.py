@@ -17,11 +17,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """Return the file of a configuration: `name` itself, or a file of the package by its path or last part.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the file of a configuration: `name` itself, or a file of the package by its path or last part."""
     if Path(name).is_file():
         return Path(name)
     wanted = name.removesuffix(".yaml")

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from hf_neuron_moe.errors import NeuronMoEWarning, nearest
-from hf_neuron_moe.finetune.options import Options, bad, one_line
-from hf_neuron_moe.finetune.rows import EMPTY, KINDS, BadRow, Reader, is_chat
+from hf_neuron_moe.finetune.data_rows import EMPTY, KINDS, BadRow, Reader, is_chat
+from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 """Which loader of `datasets` reads which files."""
@@ -76,9 +76,6 @@ def files_of(patterns: Sequence[str], argument: str) -> list[str]:
     """Return the files that names and globs stand for, those of each glob sorted.
 
     A name may begin with ``package:`` for the folder of this package.
-
-    Raises:
-        ConfigError: there are none.
     """
     named = [pattern.replace(PACKAGE, f"{Path(__file__).resolve().parents[1]}/", 1) for pattern in patterns]
     files = [path for pattern in named for path in sorted(glob.glob(pattern)) or [pattern]]
@@ -101,7 +98,8 @@ def _read(options: Options, tokenizer: PreTrainedTokenizerBase, argument: str, s
     reader = Reader(kind, text_field, tokenizer)
     if tokenizer.chat_template is None and kind in ("messages", "conversations"):
         fix = "Set chat_template_path: FILE.jinja (or a model that has one), or take the model's chat variant."
-        raise bad("tokenizer", f"one with a chat template, for rows of {kind}", "one without", fix)
+        owner = "tokenizer" if options.model.tokenizer else "model"
+        raise bad(owner, f"one whose tokenizer has a chat template, for rows of {kind}", "one without", fix)
 
     def read(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:

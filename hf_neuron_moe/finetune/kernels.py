@@ -17,9 +17,9 @@ from hf_neuron_moe.backends.neuron.limits import (
     unsupported_reason_tokens,
 )
 from hf_neuron_moe.device.kernel_support import NO_TRAINING, BlockGroup, block_groups
-from hf_neuron_moe.finetune.checks import check_quantized_backend, meta_model
+from hf_neuron_moe.finetune.early_checks import check_quantized_backend, meta_model
 from hf_neuron_moe.finetune.model_files import FROZEN, conversion_of
-from hf_neuron_moe.finetune.options import Options, bad
+from hf_neuron_moe.finetune.train_options import Options, bad
 from hf_neuron_moe.precision_map import precision_of, precisions_in, spelled
 
 _ANY_SIZE = 1024

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import NeuronMoEError, nearest
-from hf_neuron_moe.finetune.checks import check_quantized, check_quantized_backend
-from hf_neuron_moe.finetune.options import LoraOptions, ModelOptions, bad, one_line
+from hf_neuron_moe.finetune.early_checks import check_quantized, check_quantized_backend
+from hf_neuron_moe.finetune.train_options import LoraOptions, ModelOptions, bad, one_line
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.report import PatchReport
@@ -21,11 +21,7 @@ from hf_neuron_moe.training.prepare import is_patched
 
 
 def load_tokenizer(options: ModelOptions, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, with the chat template of a Jinja file or of another tokenizer where one is named.
-
-    Raises:
-        ConfigError: there is none, as where the model's name is misspelt, or it has no end-of-text token.
-    """
+    """Return the tokenizer, with the chat template of a Jinja file or of another tokenizer where one is named."""
     argument, revision = ("tokenizer", "main") if options.tokenizer else ("model", options.revision)
     tokenizer = _tokenizer(argument, options.tokenizer or options.model, revision)
     if tokenizer.eos_token is None:
@@ -47,11 +43,7 @@ def _tokenizer(argument: str, name: str, revision: str) -> PreTrainedTokenizerBa
 
 
 def load_model(options: ModelOptions) -> PreTrainedModel:
-    """Return the model as ``from_pretrained`` loads it; converted checkpoints come with their patched or MX blocks.
-
-    Raises:
-        ConfigError: it cannot be loaded: no weights, an unknown family, or an attention that is not there.
-    """
+    """Return the model as ``from_pretrained`` loads it; converted checkpoints come with their patched or MX blocks."""
     extra: dict[str, Any] = {}
     if options.attn_implementation:
         extra["attn_implementation"] = options.attn_implementation
@@ -86,11 +78,6 @@ def patch(model: PreTrainedModel, training: Any, lora: LoraOptions) -> PatchRepo
     Returns:
         The report; None where there is nothing to do: ``neuron_patch`` is false, or the base is frozen in MX, whose
         blocks compute with the kernels' values already. The Trainer is then told so, too.
-
-    Raises:
-        ConfigError: a frozen base without adapters, with adapters that are to be merged into it, or on a backend whose
-            kernels do not train through it and may not be stood in for.
-        PatchError: as :func:`hf_neuron_moe.patch_model`.
     """
     if any(isinstance(module, QuantizedBlock) for module in model.modules()):
         check_quantized(lora)
@@ -120,11 +107,7 @@ def describe_unpatched(model: nn.Module) -> str:
 
 
 def adapters(options: LoraOptions, model: nn.Module) -> LoraConfig | None:
-    """Return peft's configuration of the adapters on a patched model; None for rank 0.
-
-    Raises:
-        ConfigError: the model has no such parameter, which peft passes over where it finds another target.
-    """
+    """Return peft's configuration of the adapters on a patched model; None for rank 0."""
     if not options.lora_rank:
         return None
     names = [f".{name}" for name, _ in model.named_parameters()]

@@ -20,7 +20,7 @@ from hf_neuron_moe.convert.io.folder import resolve_source
 from hf_neuron_moe.convert.io.source import damaged, read_index
 from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import SourceDamageError, public
-from hf_neuron_moe.finetune.options import bad, one_line
+from hf_neuron_moe.finetune.train_options import bad, one_line
 from hf_neuron_moe.quantizers.quantization_config import PRECISIONS
 
 CONFIG_FILE = "config.json"
@@ -30,12 +30,7 @@ FROZEN = tuple(precision for precision in PRECISIONS if precision.startswith("mx
 
 
 def folder_of(argument: str, name: str, revision: str) -> Path:
-    """Return the folder of a model or tokenizer; of a hub id, one with its ``config.json`` alone.
-
-    Raises:
-        ConfigError: it is the path of a folder that does not exist.
-        SourceDamageError: the hub does not know the name, or cannot be asked.
-    """
+    """Return the folder of a model or tokenizer; of a hub id, one with its ``config.json`` alone."""
     try:
         folder = resolve_source(name if revision == "main" else f"{name}@{revision}", weights=False)
     except SourceDamageError as error:
@@ -104,11 +99,7 @@ def _is_count(value: object) -> bool:
 
 @public("train")
 def check_weights(folder: Path) -> None:
-    """Refuse weights that are cut off or missing; only the headers of safetensors files are read.
-
-    Raises:
-        SourceDamageError: a file is missing, shorter than its header says, or damaged otherwise.
-    """
+    """Refuse weights that are cut off or missing; only the headers of safetensors files are read."""
     index = next((folder / name for name in (SAFE_WEIGHTS_INDEX_NAME, INDEX_OUT) if (folder / name).is_file()), None)
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         files = [SAFE_WEIGHTS_NAME]

@@ -21,7 +21,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
 
 from hf_neuron_moe.errors import not_one_of
-from hf_neuron_moe.finetune.options import bad, one_line
+from hf_neuron_moe.finetune.train_options import bad, one_line
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """httpx's HTTPError, of the httpx that this huggingface_hub uses; errors of connections are among them."""

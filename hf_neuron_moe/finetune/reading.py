@@ -19,7 +19,7 @@ from transformers.integrations import is_deepspeed_available
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, not_one_of
 from hf_neuron_moe.finetune import configs
-from hf_neuron_moe.finetune.options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
+from hf_neuron_moe.finetune.train_options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
 
 COMMAND_LINE = "command line"
 ELSEWHERE = {
@@ -92,11 +92,7 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
 
 
 def read_yaml(path: Path) -> dict[str, Given]:
-    """Return the keys of a YAML file with their lines.
-
-    Raises:
-        ConfigError: it is no YAML, no mapping, or has a key twice.
-    """
+    """Return the keys of a YAML file with their lines."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()

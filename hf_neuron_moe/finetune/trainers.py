@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import DPOTrainer, SFTTrainer
 
 from hf_neuron_moe.finetune.card import card_of
-from hf_neuron_moe.finetune.options import Options
+from hf_neuron_moe.finetune.train_options import Options
 from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
 from hf_neuron_moe.training.trainer import NeuronMoETrainerMixin
 

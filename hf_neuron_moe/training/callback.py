@@ -16,7 +16,7 @@ from hf_neuron_moe.patching.ranks import OneAnswer, facts_of
 from hf_neuron_moe.training.arguments import DEFAULT_GUARD_STEPS, DEFAULT_HEALTH_STEPS, GUARDS
 from hf_neuron_moe.training.blocks import patch_record
 from hf_neuron_moe.training.figures import logs_of
-from hf_neuron_moe.training.guard.run import Guard, saves_after
+from hf_neuron_moe.training.guard.guard import Guard, saves_after
 from hf_neuron_moe.training.metrics import TrainingMonitor
 from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_unsavable_adapters
 from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles, environment, training_record

@@ -60,6 +60,8 @@ class Layout:
             return _engine("configuration_utils").DistributedConfig(**sizes)
         except ValueError as error:
             raise refused_layout(self, str(error)) from error
+        except TypeError as error:
+            raise _too_old("DistributedConfig without ep_size") from error
 
     def __str__(self) -> str:
         sizes = [f"{name} {size}" for name, size in asdict(self).items() if name != "rank" and size > 1]
@@ -107,8 +109,12 @@ def _engine(module: str) -> Any:
     try:
         return importlib.import_module(f"transformers.distributed.{module}")
     except ImportError as error:
-        expected, fix = "left out with this transformers", "pip install 'transformers>=5.23'"
-        raise BackendUnavailableError.about("layout", expected, f"no transformers.distributed.{module}", fix) from error
+        raise _too_old(f"no transformers.distributed.{module}") from error
+
+
+def _too_old(got: str) -> BackendUnavailableError:
+    expected, fix = "left out with this transformers", "pip install 'transformers>=5.23'"
+    return BackendUnavailableError.about("layout", expected, got, fix)
 
 
 def uneven(model: PreTrainedModel, layout: Layout) -> str | None:

@@ -41,8 +41,8 @@ def make_chat_model(family: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model and a mixture of experts; and one whose tokenizer has no chat template."""
+    """A dense model, three mixtures of experts, and one whose tokenizer has no chat template."""
     folder = tmp_path_factory.mktemp("models")
-    made = {family: make_chat_model(family, folder / family) for family in ("llama", "mixtral")}
+    made = {family: make_chat_model(family, folder / family) for family in ("llama", "mixtral", "qwen3_moe", "gpt_oss")}
     make_tiny_model("llama", folder / "plain", max_position_embeddings=512)
     return made | {"plain": folder / "plain"}

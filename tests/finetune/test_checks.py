@@ -17,14 +17,15 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from hf_neuron_moe.finetune import check, configs, model_files, read_options
-from hf_neuron_moe.finetune.checks import check_run, check_training
+from hf_neuron_moe.finetune.early_checks import check_packing, check_run, check_training, masks_with_positions
 from hf_neuron_moe.finetune.kernels import check_kernels
 from hf_neuron_moe.finetune.model_files import check_weights, longest_input, read_config
-from hf_neuron_moe.finetune.options import Options
+from hf_neuron_moe.finetune.train_options import Options
 from tests.finetune.data_files import ROWS, write
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.refusals import refused
+from tests.tiny_models import FAMILIES, OTHER_CALLS, OTHER_GATES, tiny_model, tokens
 
 TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)
 
@@ -101,6 +102,48 @@ def test_a_default_length_is_lowered_to_the_models_positions(models: dict[str, P
     check(run)
     assert run.training.max_length == 512
     assert not (tmp_path / "o").exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("config", "got"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "true, and linear_attention in config.json"),
+        ({"mamba_d_state": 16}, "true, and mamba_d_state"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "hidden_size": 8}, ""),
+    ],
+)
+def test_models_with_a_state_do_not_pack(config: dict[str, Any], got: str) -> None:
+    content = json.dumps(config).encode()
+    check_packing(options("m"), content)
+    check_packing(options("m", packing=True, packing_strategy="wrapped"), content)
+    if not got:
+        check_packing(options("m", packing=True), content)
+        return
+    with refused(ConfigError, "packing", got=got):
+        check_packing(options("m", packing=True), content)
+
+
+def test_documents_are_packed_where_the_mask_is_made_with_positions(models: dict[str, Path]) -> None:
+    for family in ("llama", "mixtral", "qwen3_moe"):
+        check(options(models[family], packing=True))
+    with refused(ConfigError, "packing", "wrapped", got="true, and GptOssForCausalLM, whose mask is made without"):
+        check(options(models["gpt_oss"]))  # text is packed by default
+    check(options(models["gpt_oss"], packing_strategy="wrapped"))
+    check(options(models["gpt_oss"], packing="false"))
+    check(options(models["gpt_oss"], attn_implementation="flash_attention_2"))
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *OTHER_GATES, *OTHER_CALLS))
+def test_what_is_packed_keeps_documents_apart(family: str) -> None:
+    model = tiny_model(family).float().eval()
+    rows = tokens()[0, :7][None], tokens()[1, :9][None]
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    with torch.no_grad():
+        packed = model(torch.cat(rows, 1), position_ids=positions, use_cache=False).logits[:, 7:]
+        alone = model(rows[1], use_cache=False).logits
+    apart = (packed - alone).abs().max() <= 1e-5 * alone.abs().max()
+    assert apart or not masks_with_positions(model)
+    assert family in ("gpt_oss", "llama4") or masks_with_positions(model)
 
 
 @pytest.mark.parametrize(

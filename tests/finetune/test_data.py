@@ -13,7 +13,7 @@ from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 from hf_neuron_moe.finetune import read_options
 from hf_neuron_moe.finetune.data import Data, load_data
 from hf_neuron_moe.finetune.model import load_tokenizer
-from hf_neuron_moe.finetune.run import check, make_trainer
+from hf_neuron_moe.finetune.train_run import check, make_trainer
 from tests.finetune.data_files import ANSWERS, CHATS, QUESTIONS, ROWS, words, write
 from tests.refusals import refused
 
@@ -109,8 +109,10 @@ def test_losses_count_the_tokens_of_the_answers(
     assert QUESTIONS[3] in tokenizer.decode(row["input_ids"]).replace("\n\n", " ")
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "sdpa"), ("llama", "eager"), ("mixtral", "sdpa"), ("qwen3_moe", "sdpa")],
+)
 def test_packed_documents_do_not_see_each_other(
     family: str, attention: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -211,7 +213,7 @@ def test_damaged_files_and_unknown_columns(models: dict[str, Path], tmp_path: Pa
 
 def test_chats_need_a_template_and_marks_for_answers(models: dict[str, Path], tmp_path: Path) -> None:
     file = write(tmp_path, ROWS["messages"])
-    with refused(ConfigError, "tokenizer", "chat_template_path", got="one without"):
+    with refused(ConfigError, "model", "chat_template_path", got="one without"):
         loaded(models["plain"], file, tmp_path)
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")

@@ -68,10 +68,13 @@ def launched(folder: Path) -> str:
         write(folder / name, rows)
     for name, keys in LAYOUTS.items():
         write_config(folder, name, **keys)
+    write_config(folder, "stopped")
     environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shown = _run([*torchrun, "-m", "tests.finetune.layout_driver", str(folder)], environment)
     assert all(note in shown for note in NOTES), shown
+    assert shown.count(f"stopped after step 2, with a checkpoint in {folder}/stopped") == 2
+    assert [path.name for path in (folder / "stopped").glob("checkpoint-*")] == ["checkpoint-2"]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     sharded = write_config(folder, "fsdp2")
     shown = _run(

@@ -15,8 +15,8 @@ from hf_neuron_moe.errors import ConfigError, NeuronMoEError, UnsupportedModelEr
 from hf_neuron_moe.finetune import configs, read_options
 from hf_neuron_moe.finetune.data import files_of
 from hf_neuron_moe.finetune.model import adapters, patch
-from hf_neuron_moe.finetune.options import Options, known_options
 from hf_neuron_moe.finetune.reading import ELSEWHERE, parser_of, read_yaml
+from hf_neuron_moe.finetune.train_options import Options, known_options
 from hf_neuron_moe.training.prepare import refuse_unsavable_adapters
 from tests.refusals import refused
 

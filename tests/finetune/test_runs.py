@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.finetune import finetune, read_options, run as run_module
-from hf_neuron_moe.finetune.run import TrainingInterrupted, checkpoint_to_resume
+from hf_neuron_moe.finetune import finetune, read_options, train_run as run_module
+from hf_neuron_moe.finetune.train_run import TrainingInterrupted, checkpoint_to_resume
 from hf_neuron_moe.finetune.trainers import StopAfterStep
 from hf_neuron_moe.training import mark_complete
 from tests.finetune.data_files import ROWS, losses, words, write

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, MuseSparkTextConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.activation_policy import canonical_keep, keep_strings
@@ -53,12 +53,13 @@ def test_what_a_block_says_is_what_is_measured(family: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("family", ["llama4", "muse_spark"])
+@pytest.mark.parametrize("family", ["llama4", *({"muse_spark"} & set(CONFIG_MAPPING))])
 def test_a_row_per_token_and_expert_is_counted(family: str, top_k: int) -> None:
     """Llama 4 scales the input by expert, muse_spark norms each expert's output: both have rows of their own."""
     model = tiny_model("llama4", num_experts_per_tok=top_k)
     if family == "muse_spark":
-        model = AutoModel.from_config(MuseSparkTextConfig(**{**MUSE_SPARK, "num_experts_per_tok": top_k}))
+        sizes = {**MUSE_SPARK, "num_experts_per_tok": top_k}
+        model = AutoModel.from_config(AutoConfig.for_model("muse_spark_text", **sizes))
     for precision, policy in (("bf16", "minimal"), ("bf16", "recompute"), ("fp32", "full")):
         model = model.to(torch.float32 if precision == "fp32" else torch.bfloat16)
         report = patch_model(model, {"precision": precision, "activations": policy}, strict=False)

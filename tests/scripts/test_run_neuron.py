@@ -17,7 +17,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning
 from hf_neuron_moe.finetune import finetune, read_options
 from hf_neuron_moe.finetune.model import describe_unpatched, patch
-from hf_neuron_moe.finetune.options import Options
+from hf_neuron_moe.finetune.train_options import Options
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.refusals import refused

@@ -17,9 +17,10 @@ from transformers.optimization import Adafactor
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.activation_policy import PRESETS
 from hf_neuron_moe.backends.torch.compute import release_scratch
-from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, ShapeError, public
 from hf_neuron_moe.training.fake_forward import fake_saved_activations
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training, optimizer_bytes
+from hf_neuron_moe.training.one_rank import Layout
 from tests.refusals import refused
 from tests.tiny_models import tiny_config, tokens
 
@@ -304,3 +305,12 @@ def test_large_models_take_seconds_and_no_memory(name: str) -> None:
     minimal, recompute, stock = result.policies
     assert recompute.blocks_bytes_per_token < minimal.blocks_bytes_per_token <= 1024 * kib
     assert minimal.blocks_bytes_per_token < 0.55 * stock.blocks_bytes_per_token
+
+
+def test_a_layout_with_a_transformers_that_has_no_such_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_5_17(*, tp_size: int | None = None, fsdp_size: int | None = None) -> None:
+        """Take what release 5.17 takes."""
+
+    monkeypatch.setattr("transformers.distributed.configuration_utils.DistributedConfig", of_5_17)
+    with refused(BackendUnavailableError, "layout", r"pip install 'transformers>="):
+        public("estimate")(Layout)(tp=2)

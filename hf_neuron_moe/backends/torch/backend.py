@@ -285,17 +285,8 @@ class TorchBackend:
         rows = self._quantized_rows(dout_TH, routing, stack)
         gating = _gating(stack.gate, keep)
         checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating)  # only gate and up are read
-        d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
-        dx_TH = (quantized_backward if rows.on_device is None else backward_at_once)(
-            dout_TH,
-            x_TH,
-            rows,
-            stack,
-            checkpoints,
-            d_scale_R,
-            wants_input=wants.input,
-            gating=gating,
-        )
+        backward = quantized_backward if rows.on_device is None else backward_at_once
+        dx_TH, d_scale_R = backward(dout_TH, x_TH, rows, stack, checkpoints, wants, gating)
         d_weight_TK = None if routing is None else _routing_grad(d_scale_R, rows, routing.weight_TK)
         if d_weight_TK is not None and routing is not None and stack.down_bias is not None:
             d_weight_TK = d_weight_TK + routed_bias_grad(dout_TH, routing, stack.down_bias).to(d_weight_TK.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.mx_weights import NATURAL, WORDS, MXExpertStack, MXMatrix
+from hf_neuron_moe.backends.spec import Wants
 from hf_neuron_moe.backends.torch.compute import FreshScratch, grouped_operands
 from hf_neuron_moe.backends.torch.device_backward import DeviceBackward
 from hf_neuron_moe.backends.torch.device_products import grouped_product
@@ -65,15 +66,14 @@ def backward_at_once(
     rows: Rows,
     stack: MXExpertStack,
     saved: Checkpoints,
-    d_scale_R: Tensor | None,
-    *,
-    wants_input: bool,
+    wants: Wants,
     gating: Gating,
-) -> Tensor | None:
-    """Return the gradient of the tokens ``[T, H]`` and fill that of the rows' factors; there are no others.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the tokens ``[T, H]`` and of the rows' factors ``[R]``, fp32; there are no others.
 
-    `x_TH` is empty where gate and up were saved; a missing one is made again. `d_scale_R` is fp32 ``[R]``, zero before.
+    `x_TH` is empty where gate and up were saved; a missing one is made again.
     """
+    d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
     loader, inner = _loader(dout_TH), stack.inner
     gate_EIH, up_EIH = _gate_and_up(stack)
     biases = (None, None)
@@ -81,9 +81,10 @@ def backward_at_once(
         biases = stack.gate_up_bias.unflatten(1, (2, inner)).unbind(1)
     weights = GroupedWeights(gate_EIH, up_EIH, _down(stack)[:, :, :inner], None, *biases)
     x_TH = _quantized(x_TH, stack, loader) if len(x_TH) else x_TH
-    return DeviceBackward(
-        dout_TH, x_TH, rows, weights, loader, saved, None, d_scale_R, None, wants_input, gating=gating
-    ).run()
+    backward = DeviceBackward(
+        dout_TH, x_TH, rows, weights, loader, saved, None, d_scale_R, None, wants.input, gating=gating
+    )
+    return backward.run(), d_scale_R
 
 
 def _loader(anchor: Tensor) -> Loader:

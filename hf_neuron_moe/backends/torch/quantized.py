@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, column_tiles
+from hf_neuron_moe.backends.spec import Wants
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import Rows
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
@@ -107,19 +108,18 @@ def quantized_backward(
     rows: Rows,
     stack: MXExpertStack,
     saved: Checkpoints,
-    d_scale_R: Tensor | None,
-    *,
-    wants_input: bool,
+    wants: Wants,
     gating: Gating,
-) -> Tensor | None:
-    """Return the gradient of the tokens ``[T, H]`` and fill that of the rows' factors; there are no others.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the tokens ``[T, H]`` and of the rows' factors ``[R]``, fp32; there are no others.
 
-    `x_TH` is empty where gate and up were saved; a missing one is made again. `d_scale_R` is fp32 ``[R]``, zero before.
+    `x_TH` is empty where gate and up were saved; a missing one is made again.
     """
+    d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
     scratch = call_scratch(dout_TH.device)
     loader, forward = Loader(_BACKWARD, scratch, rounded_sources=True), Loader(_FORWARD, scratch)
     x = _QuantizedRows(x_TH, rows.token_R, loader=forward, scheme=stack.gate_up_layout.scheme)
-    sums = rows.sums(dout_TH) if wants_input else None
+    sums = rows.sums(dout_TH) if wants.input else None
     for expert, start, end in rows.runs:
         weights = stack.expert(None if rows.token_R is None else expert)
         dout = rows.source(dout_TH).rows(start, end)
@@ -142,7 +142,7 @@ def quantized_backward(
                 d_scale_R[start:end].add_(part_R)
         if sums is not None and total_RH is not None:
             sums(start, end, total_RH)
-    return None if sums is None else sums.total_TH.to(dout_TH.dtype)
+    return None if sums is None else sums.total_TH.to(dout_TH.dtype), d_scale_R
 
 
 def _tile(weights: MXExpertStack, columns: slice, loader: Loader) -> FFNWeights:

@@ -91,9 +91,11 @@ class _Second:
         self.call, self.tokens = call, tokens
         self.parts: list[tuple[int, Tensor, Tensor, Network, Forward]] = []
         """By expert: its number, places among `tokens`, rows among the pairs, network, and what it makes of them."""
+        self.pairs = 0  # those behind belong to experts of other processes, and nobody writes them
         self.out_NH = torch.zeros(len(tokens), call.x_TH.shape[1], dtype=torch.float64, device=tokens.device)
         self.bias_NH = torch.zeros_like(self.out_NH)
         for run in call.runs():
+            self.pairs = run.start + len(run.token_R)
             place_N, row_N = (run.token_R[None] == tokens[:, None]).nonzero(as_tuple=True)
             if not len(place_N):
                 continue
@@ -146,7 +148,7 @@ class _Second:
                 yield self._one("gate", name, seen.saved[place])
 
     def _one(self, product: str, name: str, kept_PI: Tensor) -> Finding:
-        figures, _ = magnitudes(kept_PI)
+        figures, _ = magnitudes(kept_PI[: self.pairs])
         field = {"gate": "gate_RI", "up": "up_RI", "gate_act": "act_RI", "intermediate": "product_RI"}[name]
         compared = [
             row_errors(kept_PI[rows], getattr(found, field)[:, : kept_PI.shape[1]]) for *_, rows, _, found in self.parts

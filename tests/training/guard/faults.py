@@ -170,7 +170,7 @@ def _stale(field: str, *, expert: int | None = None) -> Callable[[Any], Any]:
 
 def _routed_elsewhere(routing: Any) -> Any:
     index = routing.index_TK.clone()
-    index[ROW] = (index[ROW] + 2) % 4
+    index[ROW, 0] = next(expert for expert in range(4) if expert not in index[ROW].tolist())
     return routing._replace(index_TK=index)
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import compute
+from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.training.guard.bands import LEARNED, Bands, Limits
 from hf_neuron_moe.training.guard.findings import Evidence, Finding, operand
+from hf_neuron_moe.training.guard.guard import described, first_of_all, merged
 from hf_neuron_moe.training.guard.reproduction import Reproduction
-from hf_neuron_moe.training.guard.run import described, first_of_all, merged
 from hf_neuron_moe.training.guard.second import Product
 from hf_neuron_moe.training.guard.watch import Watch, blamed
 from tests.tiny_models import tiny_model, tokens
@@ -124,3 +126,31 @@ def test_processes_share_their_worst_figures_and_first_alarms() -> None:
     alarm |= {"figure": "rms", "value": 0.0, "low": 0.5, "high": 9.0}
     text = "rms 0, expected at least 0.5 and at most 9, in the operand weights of expert 4 of down in b, step 9"
     assert described(alarm, 1) == text
+
+
+def test_rows_of_other_processes_experts_are_left_out() -> None:
+    """Pairs with ids from E on have rows in what is saved, which nobody writes."""
+    model = tiny_model("mixtral")
+    patch_model(model, {"precision": "bf16"})
+    watch, block = Watch(model, Bands()), model.model.layers[0].mlp.experts
+    index = torch.tensor([[0, 5], [4, 1], [6, 7], [2, 0]])
+    with patch.object(TorchBackend, "experts_forward", spoiled(TorchBackend.experts_forward, rows=4)):
+        watch.begin(1)
+        x = torch.randn(4, 32, requires_grad=True)
+        block(x, index, torch.full((4, 2), 0.5)).sum().backward()
+        watch.detach()
+    assert watch.looked is not None and watch.looked.blocks and watch.looked.alarms == []
+    # Of a few rows no magnitude is judged: their routing weights may be next to nothing.
+    measured = [
+        figures for products in watch.looked.blocks.values() for each in products.values() for figures in each.values()
+    ]
+    assert set().union(*measured) == {"nonfinite", "worst", "rounding"}
+
+
+def spoiled(real: Any, rows: int) -> Any:
+    def forward(*args: Any) -> Any:
+        out, saved = real(*args)
+        saved[0][rows:], saved[1][rows:] = torch.nan, torch.inf
+        return out, saved
+
+    return forward

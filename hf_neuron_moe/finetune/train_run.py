@@ -16,12 +16,12 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import this_device
 from hf_neuron_moe.errors import NeuronMoEError
-from hf_neuron_moe.finetune.checks import check_merging, check_run, last_complete
 from hf_neuron_moe.finetune.data import Data, limited, load_data
+from hf_neuron_moe.finetune.early_checks import check_merging, check_packing, check_run, last_complete
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
 from hf_neuron_moe.finetune.model import adapters, describe_unpatched, load_model, load_tokenizer, patch, save_merged
-from hf_neuron_moe.finetune.options import Options, bad, one_line
 from hf_neuron_moe.finetune.reading import blamed, located
+from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 from hf_neuron_moe.finetune.trainers import TRAINERS, StopAfterStep
 from hf_neuron_moe.training.prepare import refuse_unsavable_adapters
 
@@ -46,7 +46,9 @@ def check(options: Options) -> tuple[Any, Data]:
             check_kernels(options, config, this_device(), Adapter())
         tokenizer = load_tokenizer(options.model, getattr(options.training, "chat_template_path", None))
         with options.training.main_process_first(desc="data"):
-            return tokenizer, load_data(options, tokenizer)
+            data = load_data(options, tokenizer)
+        check_packing(options, config)  # the data decides where no option does
+        return tokenizer, data
 
 
 def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False) -> dict[str, Any]:
@@ -74,11 +76,7 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
 
 
 def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _logger.info) -> Any:
-    """Load the model, patch it, and return the Trainer over it and its adapters.
-
-    Raises:
-        NeuronMoEError: an option does not fit the model.
-    """
+    """Load the model, patch it, and return the Trainer over it and its adapters."""
     training = options.training
     set_seed(training.seed)
     model = load_model(options.model)

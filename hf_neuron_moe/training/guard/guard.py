@@ -21,7 +21,7 @@ _LOWEST = ("sqnr_db", "rms")  # of which the smallest of all processes is the wo
 
 
 class Guard:
-    """Looks at the first steps, then at every so many and at those after which a checkpoint is written.
+    """Looks at the first steps, then at 16, 32 and so on, at every so many, and at those before a checkpoint.
 
     What the bands have learned is read from ``guard.jsonl`` when a run is resumed; without that file they are learned
     again.
@@ -52,7 +52,8 @@ class Guard:
 
     def begin_step(self, step: int, *, saves: bool = False) -> None:
         """Begin a step; with `saves` a checkpoint is written after it."""
-        if self.sampled < LEARNED or step % self.every == 0 or saves:
+        doubled = step.bit_count() == 1 and step < self.every  # while a young model's magnitudes change fast
+        if self.sampled < LEARNED or doubled or step % self.every == 0 or saves:
             self.watch.begin(step)
 
     def pause(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -30,8 +33,11 @@ from hf_neuron_moe.finetune.model_files import (
     read_config,
 )
 from hf_neuron_moe.finetune.needs import check_needs
-from hf_neuron_moe.finetune.options import LoraOptions, Options, bad, one_line
+from hf_neuron_moe.finetune.train_options import LoraOptions, Options, bad, one_line
 from hf_neuron_moe.training.checkpoint_files import find_last_complete
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers for which transformers makes a mask from position ids."""
 
 
 def check_run(options: Options) -> bytes | str:
@@ -78,11 +84,6 @@ def check_training(options: Options, config: bytes | str) -> None:
     Args:
         options: of the run.
         config: what ``read_config`` returned.
-
-    Raises:
-        ConfigError: rows that are longer than the model's positions; adapters on layers that it does not have; weights
-            in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is to be trained
-            without adapters.
     """
     check_length(options, config)
     check_targets(options, config)
@@ -106,11 +107,7 @@ def check_training(options: Options, config: bytes | str) -> None:
 
 
 def check_length(options: Options, config: bytes | str) -> None:
-    """Refuse rows that may be longer than the model's positions; a default is lowered to these.
-
-    Raises:
-        ConfigError: ``max_length`` was given and is larger.
-    """
+    """Refuse rows that may be longer than the model's positions; a default is lowered to these."""
     longest, training = longest_input(config), options.training
     if longest is None or training.max_length is None or training.max_length <= longest:
         return
@@ -120,14 +117,51 @@ def check_length(options: Options, config: bytes | str) -> None:
     training.max_length = longest
 
 
+def check_packing(options: Options, config: bytes | str) -> None:
+    """Refuse to pack documents for a model that would let them see each other.
+
+    Layers with a state carry it on, whatever attention does. Attention keeps documents apart if its mask is made with
+    the position ids, which not every model of transformers passes on. Flash attention gets the lengths.
+    """
+    training = options.training
+    if not getattr(training, "packing", False) or training.packing_strategy == "wrapped":
+        return
+    content = content_of(config)
+    kinds = content.get("layer_types")
+    found = sorted({str(kind) for kind in kinds} - ATTENTION) if isinstance(kinds, list) else []
+    found += [key for key in content if key.startswith(("mamba", "ssm_", "linear_conv", "conv_"))]
+    got = f"{', '.join(found[:3])} in {CONFIG_FILE}"
+    if not found and isinstance(config, bytes) and "flash" not in options.model.attn_implementation:
+        model = meta_model(options.model.model, config)
+        if isinstance(model, str) or masks_with_positions(model):
+            return
+        found, got = ["mask"], f"{type(model).__name__}, whose mask is made without position ids"
+    if found:
+        fix = "Set packing: false; or packing_strategy: wrapped, with which documents of a row see each other."
+        raise bad("packing", "false for a model that would let documents see each other", f"true, and {got}", fix)
+
+
+def masks_with_positions(model: PreTrainedModel) -> bool:
+    """Whether every mask that the model's decoder makes is made with position ids, by its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(model.get_decoder()).forward)))
+    nodes = list(ast.walk(tree))
+    together = any(
+        isinstance(key, ast.Constant) and key.value == "position_ids"
+        for node in nodes
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+    )
+    calls = (node for node in nodes if isinstance(node, ast.Call) and "mask" in getattr(node.func, "id", ""))
+    made = [{word.arg for word in call.keywords} for call in calls]
+    made = [words for words in made if words & {"inputs_embeds", None}]
+    return bool(made) and all("position_ids" in words or (None in words and together) for words in made)
+
+
 def check_targets(options: Options, config: bytes | str) -> None:
     """Refuse adapters none of whose target layers the model has.
 
     As in peft, a target is a module's whole name or its last parts, and one that is found is enough. Models that
     cannot be built by their configuration alone, and what patching takes away, are left to peft.
-
-    Raises:
-        ConfigError: it has none of them.
     """
     lora = options.lora
     if isinstance(config, str) or not lora.lora_rank or lora.lora_parameters or lora.lora_targets == ["all-linear"]:

@@ -46,11 +46,7 @@ class Reader:
     tokenizer: PreTrainedTokenizerBase
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the row in TRL's columns, with a mark where it is empty.
-
-        Raises:
-            BadRow: it is not what its kind needs.
-        """
+        """Return the row in TRL's columns, with a mark where it is empty."""
         made: dict[str, Any] = _READERS[self.kind](self, row)
         for name in ("tools", "chat_template_kwargs"):
             if row.get(name) is not None:
