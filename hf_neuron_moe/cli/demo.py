@@ -57,7 +57,7 @@ def demo(
 
     from hf_neuron_moe.demo import subject
     from hf_neuron_moe.demo.comparison import compare
-    from hf_neuron_moe.demo.page import HEADINGS, render, rows, verdict
+    from hf_neuron_moe.demo.demo_page import HEADINGS, render, rows, verdict
 
     quiet_transformers()
     logging.disable_progress_bar()
