@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from hf_neuron_moe.errors import NeuronMoEWarning, nearest
-from hf_neuron_moe.finetune.data_rows import EMPTY, KINDS, BadRow, Reader, is_chat
+from hf_neuron_moe.finetune.data_rows import EMPTY, KINDS, BadRow, Reader, is_chat, shown
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 """Which loader of `datasets` reads which files."""
 
 PACKAGE = "package:"
+_NULL = re.compile(rb"\s*(\[\s*)?null\b")
 
 
 class Data(NamedTuple):
@@ -42,7 +44,7 @@ def load_data(options: Options, tokenizer: PreTrainedTokenizerBase) -> Data:
             known kind; a row is not what its kind needs; all rows are empty; or an option asks for other data.
     """
     data = options.data
-    kind, train = _read(options, tokenizer, "train_files", data.train_split)
+    kind, train = _read(options, tokenizer, "train_files", data.train_split if data.dataset else "")
     held_out = None
     if data.eval_files or data.eval_split:
         other, held_out = _read(options, tokenizer, "eval_files", data.eval_split)
@@ -87,7 +89,7 @@ def files_of(patterns: Sequence[str], argument: str) -> list[str]:
 
 def _read(options: Options, tokenizer: PreTrainedTokenizerBase, argument: str, split: str) -> tuple[str, Dataset]:
     files: list[str] = []
-    if options.data.dataset:
+    if split:
         argument = "dataset"
         raw = _from_hub(options, split)
     else:
@@ -108,9 +110,13 @@ def _read(options: Options, tokenizer: PreTrainedTokenizerBase, argument: str, s
             got = f"{error.got} ({_place(files, index)})"
             raise bad(argument, f"rows of {_WORDS[kind]}", got, error.fix) from error
 
-    with quiet_datasets():
-        made = raw.map(read, with_indices=True, remove_columns=raw.column_names, load_from_cache_file=False)
-        kept = made.filter(lambda empty: not empty, input_columns=EMPTY, load_from_cache_file=False)
+    try:
+        with quiet_datasets():
+            made = raw.map(read, with_indices=True, remove_columns=raw.column_names, load_from_cache_file=False)
+            kept = made.filter(lambda empty: not empty, input_columns=EMPTY, load_from_cache_file=False)
+    except UnicodeDecodeError as error:  # arrow looks at texts no sooner
+        got = next(filter(None, map(_first_fault, files)), None) or one_line(error)
+        raise bad(argument, "text in UTF-8", got, "Convert it to UTF-8.") from error
     if not len(kept):
         got = f"{len(made):,} empty rows and no other" if len(made) else "no rows"
         raise bad(argument, f"rows of {_WORDS[kind]} with text to learn", got, "Check the files and their columns.")
@@ -164,9 +170,11 @@ def _from_files(files: list[str], argument: str) -> Dataset:
         got = " and ".join(kind or "no suffix" for kind in kinds)
         raise bad(argument, f"files of one kind among {', '.join(BUILDERS)}", got, "Convert them to one kind.")
     more: dict[str, Any] = {"sample_by": "document"} if kinds[0] == ".txt" else {}
+    if found := next(filter(None, map(_null_row, files)), None) if BUILDERS[kinds[0]] == "json" else None:
+        raise bad(argument, f"readable {kinds[0]} files", found, "Remove it.")
     try:
         with quiet_datasets():
-            return load_dataset(BUILDERS[kinds[0]], data_files=files, split="train", **more)
+            return load_dataset(BUILDERS[kinds[0]], data_files=[*map(glob.escape, files)], split="train", **more)
     except (DatasetsError, ValueError, OSError, StopIteration) as error:  # the last where all files are empty
         found = next(filter(None, map(_first_fault, files)), None) if BUILDERS[kinds[0]] == "json" else None
         got = found or f"{', '.join(files)}, which cannot be read: {one_line(error.__cause__ or error)}"
@@ -193,6 +201,15 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
+def _null_row(path: str) -> str | None:
+    """Return where a file has `null` for a row: some of them end the process in pyarrow's reader."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file if path.endswith(".jsonl") else [file.read(4096)], 1):
+            if _NULL.match(line):
+                return f"{path}, line {number}: null instead of a JSON object"
+    return None
+
+
 def _first_fault(path: str) -> str | None:
     """Return file, line and what is wrong there for the first line that is no JSON object; None where all are."""
     if not Path(path).read_bytes().strip():
@@ -208,7 +225,7 @@ def _json_fault(content: bytes, kind: type = object) -> str | None:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         return one_line(error)
-    return None if isinstance(value, kind) else f"a {type(value).__name__} instead of a JSON object"
+    return None if isinstance(value, kind) else f"{shown(value)} instead of a JSON object"
 
 
 def _place(files: list[str], index: int) -> str:

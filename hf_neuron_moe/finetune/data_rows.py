@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from hf_neuron_moe.errors import nearest
@@ -49,8 +50,8 @@ class Reader:
         """Return the row in TRL's columns, with a mark where it is empty."""
         made: dict[str, Any] = _READERS[self.kind](self, row)
         for name in ("tools", "chat_template_kwargs"):
-            if row.get(name) is not None:
-                made[name] = row[name]
+            if name in row:  # in all rows or in none, as datasets needs it
+                made[name] = row[name] if row[name] is not None or name == "tools" else {}
         return made
 
     def text(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Reader:
         answers = [message for message in messages if message["role"] == "assistant"]
         empty = not any(_has_content(message) for message in answers)
         if not empty:
-            self._render(messages, row.get("tools"))
+            self._render(messages, row)
         return {"messages": messages, EMPTY: empty}
 
     def alpaca(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Reader:
             return {"prompt": "\n".join(parts), "completion": answer, EMPTY: empty}
         prompt = [{"role": "user", "content": f"{task}\n\n{more}" if more else task}]
         completion = [{"role": "assistant", "content": answer}]
-        self._render(prompt + completion)
+        self._render(prompt + completion, row)
         return {"prompt": prompt, "completion": completion, EMPTY: empty}
 
     def pairs(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,15 +98,25 @@ class Reader:
         answers = [made[name] for name in names if name != "prompt"]
         if isinstance(answers[0], list):
             for answer in answers:
-                self._render([*made.get("prompt", []), *answer])
+                self._render([*made.get("prompt", []), *answer], row)
         return made | {EMPTY: not all(map(_is_filled, answers))}
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any = None) -> None:
+    def _render(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> None:
+        if self.tokenizer.chat_template is None:
+            raise BadRow("messages for a tokenizer without a chat template", "Set chat_template_path: FILE.jinja.")
+        more = row.get("chat_template_kwargs") or {}
+        if not isinstance(more, Mapping):
+            raise BadRow(f"{shown(more)} in column 'chat_template_kwargs'", "Write a mapping of names and values.")
         try:
-            self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
-        except (TemplateError, ValueError, TypeError) as error:
+            tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+        except ValueError as error:
+            raise BadRow(f"{shown(row['tools'])} in column 'tools'", "Write a list of tools, or it as JSON.") from error
+        try:
+            self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **more)
+        except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             why = " ".join(str(error).split()).rstrip(".")
-            raise BadRow(f"messages that the chat template refuses: {why}", "Change the messages.") from error
+            which = "template" if isinstance(error, TemplateSyntaxError) else "messages, or the template"
+            raise BadRow(f"messages that the chat template refuses: {why}", f"Correct the {which}.") from error
 
 
 _READERS: dict[str, Callable[[Reader, Mapping[str, Any]], dict[str, Any]]] = {
@@ -126,7 +137,7 @@ def is_chat(first: Mapping[str, Any]) -> bool:
 def _string(row: Mapping[str, Any], column: str, fix: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise BadRow(f"{_shown(value)} in column {column!r}", fix)
+        raise BadRow(f"{shown(value)} in column {column!r}", fix)
     return value
 
 
@@ -134,20 +145,20 @@ def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     """The messages of a row with ``role`` and ``content``, unchanged where they have these names."""
     value, fix = row[column], "Write a list of messages such as {role: user, content: Hello}."
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{_shown(value)} in column {column!r}", fix)
+        raise BadRow(f"{shown(value)} in column {column!r}", fix)
     made = []
     for number, given in enumerate(value, 1):
         where = f"in message {number} of column {column!r}"
         if not isinstance(given, Mapping):
-            raise BadRow(f"{_shown(given)} {where}", fix)
+            raise BadRow(f"{shown(given)} {where}", fix)
         role = given.get("role") or given.get("from")
         content = given.get("content") if given.get("content") is not None else given.get("value")
         role = _SHAREGPT.get(str(role), role)
         if role not in ROLES:
             near = nearest(str(role), [*ROLES, *_SHAREGPT])
-            raise BadRow(f"role {_shown(role)} {where}", f"Write one of {', '.join(ROLES)}.{near}")
+            raise BadRow(f"role {shown(role)} {where}", f"Write one of {', '.join(ROLES)}.{near}")
         if not isinstance(content, str | list) and not (content is None and given.get("tool_calls")):
-            raise BadRow(f"content {_shown(content)} {where}", "Write a string.")
+            raise BadRow(f"content {shown(content)} {where}", "Write a string.")
         made.append({"role": role, "content": content})
     is_plain = all(message["role"] == given.get("role") for message, given in zip(made, value))
     return value if is_plain and column != "conversations" else made
@@ -161,5 +172,6 @@ def _is_filled(answer: str | Sequence[Mapping[str, Any]]) -> bool:
     return bool(answer.strip()) if isinstance(answer, str) else any(map(_has_content, answer))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value with its type, cut to what a line has room for."""
     return "null" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

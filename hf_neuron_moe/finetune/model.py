@@ -27,7 +27,11 @@ def load_tokenizer(options: ModelOptions, chat_template: str | None = None) -> P
     if tokenizer.eos_token is None:
         raise bad(argument, "one whose tokenizer has an end-of-text token", "one without", "Set its eos_token.")
     if chat_template and chat_template.endswith((".jinja", ".j2")):
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            got = f"{chat_template}: {one_line(error)}"
+            raise bad("chat_template_path", "text in UTF-8", got, "Convert it to UTF-8.") from error
     elif chat_template:  # TRL adds its tokens as well
         tokenizer.chat_template = _tokenizer("chat_template_path", chat_template, "main").chat_template
     return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,44 @@ def test_messages_keep_what_else_they_have(models: dict[str, Path], tmp_path: Pa
     assert kept[1500]["messages"][2]["name"] == "add" and kept[0]["messages"][0]["content"] == QUESTIONS[0]
 
 
+def test_some_rows_may_have_tools_and_options_of_the_template(models: dict[str, Path], tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+    called = [
+        CHATS[0][0],
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]},
+        {"role": "tool", "name": "add", "content": "0"},
+        CHATS[0][1],
+    ]
+    rows: list[dict[str, Any]] = [
+        {"messages": called, "tools": [tool], "chat_template_kwargs": {"brief": True}},
+        {"messages": CHATS[1]},
+    ]
+    for first, other in (rows, rows[::-1]):
+        options = read_options(words(models["llama"], write(tmp_path, [first, other]), tmp_path / "out"))
+        trainer = make_trainer(options, *check(options))
+        assert len(trainer.train_dataset) == 2
+    as_json = write(tmp_path, [rows[0] | {"tools": json.dumps([tool])}])
+    assert len(loaded(models["llama"], as_json, tmp_path).train) == 1
+
+
+def test_names_of_files_are_no_patterns_where_they_exist(models: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "rows [1].jsonl"
+    write(tmp_path, ROWS["text"]).rename(file)
+    assert len(loaded(models["llama"], file, tmp_path).train) == 8
+
+
+def test_evaluation_files_go_with_a_dataset_of_the_hub(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Dataset.from_list(ROWS["text"])
+    monkeypatch.setattr("hf_neuron_moe.finetune.data._from_hub", lambda options, split: rows)
+    given = words(models["llama"], write(tmp_path, ROWS["text"][:3]), tmp_path / "out", dataset="own/rows")
+    given[given.index("--train_files")] = "--eval_files"
+    options = read_options(given)
+    found = load_data(options, load_tokenizer(options.model))
+    assert len(found.train) == 8 and found.held_out is not None and len(found.held_out) == 3
+
+
 def test_empty_rows_are_left_out_with_a_warning(models: dict[str, Path], tmp_path: Path) -> None:
     for kind, empty in (
         ("text", {"text": " \n"}),
@@ -168,6 +207,8 @@ def test_empty_rows_are_left_out_with_a_warning(models: dict[str, Path], tmp_pat
         ([{"prompt": "a", "completion": None}], "null in column 'completion'"),
         ([{"prompt": "a", "completion": CHATS[0]}], "strings and lists of messages in one row"),
         ([{"instruction": None, "output": "b"}], "null in column 'instruction'"),
+        ([ROWS["messages"][0] | {"tools": "nope"}], "str 'nope' in column 'tools' (FILE, line 1)"),
+        ([ROWS["messages"][0] | {"chat_template_kwargs": "x"}], "str 'x' in column 'chat_template_kwargs'"),
     ],
 )
 def test_what_is_wrong_in_a_row_names_its_line(
@@ -193,11 +234,16 @@ def test_damaged_files_and_unknown_columns(models: dict[str, Path], tmp_path: Pa
     for text, got in (
         ('{"text": "a"}\n{"text": cut\n', f"{file}, line 2: Expecting value"),
         ("", f"{file}, which is empty"),
-        ('{"text": "a"}\n[1]\n', f"{file}, line 2: a list instead of a JSON object"),
+        ('{"text": "a"}\n[1]\n', f"{file}, line 2: list '[1]' instead of a JSON object"),
+        ('{"text": "a"}\nnull\n', f"{file}, line 2: null instead of a JSON object"),  # at the start pyarrow crashes
+        (b'{"text": "a"}\n{"text": "caf\xe9"}\n', f"{file}, line 2: 'utf-8' codec can't decode"),
     ):
-        file.write_text(text)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
         with refused(ConfigError, "train_files", got=got):
             loaded(models["llama"], file, tmp_path)
+    (tmp_path / "null.json").write_text('[null, {"text": "a"}]')
+    with refused(ConfigError, "train_files", got=f"{tmp_path}/null.json, line 1: null instead"):
+        loaded(models["llama"], tmp_path / "null.json", tmp_path)
     file.write_text('{"texts": "a"}\n')
     with refused(ConfigError, "train_files", r"dataset_text_field\. Did you mean 'texts'\?", got="texts"):
         loaded(models["llama"], file, tmp_path)
@@ -224,9 +270,20 @@ def test_chats_need_a_template_and_marks_for_answers(models: dict[str, Path], tm
             continue
         with refused(ConfigError, argument, "generation"):
             check(options)
-    template.write_text("{{ raise_exception('roles must alternate') }}")
-    with refused(ConfigError, "train_files", got="messages that the chat template refuses: roles must alternate"):
+    for text, got, fix in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate", "Correct the messages, or"),
+        ("{{ 1 / 0 }}", "division by zero", "Correct the messages, or the template"),
+        ("{{ messages }", "unexpected '}'", "Correct the template"),
+    ):
+        template.write_text(text)
+        with refused(ConfigError, "train_files", fix, got=f"messages that the chat template refuses: {got}"):
+            check(read_options(words(models["plain"], file, tmp_path, chat_template_path=template)))
+    template.write_bytes(b"caf\xe9")
+    with refused(ConfigError, "chat_template_path", "UTF-8", got=f"{template}: 'utf-8' codec"):
         check(read_options(words(models["plain"], file, tmp_path, chat_template_path=template)))
+    with refused(ConfigError, "train_files", "chat_template_path", got="messages for a tokenizer without"):
+        loaded(models["plain"], write(tmp_path, ROWS["preference"]), tmp_path, method="dpo")
+    write(tmp_path, ROWS["messages"])
     with refused(ConfigError, "assistant_only_loss", got="rows of text"):
         loaded(models["llama"], write(tmp_path, ROWS["text"]), tmp_path, assistant_only_loss=True)
     with refused(ConfigError, "completion_only_loss", got="rows of messages"):
