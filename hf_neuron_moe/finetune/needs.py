@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import DynamoBackend
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-from transformers import Trainer
+from transformers import Trainer, get_scheduler
 from transformers.integrations import (
     get_available_reporting_integrations,
     is_dagshub_available,
@@ -59,13 +61,33 @@ def check_needs(training: Any) -> None:
             fix = "Install what it needs, or correct them: optim: adamw_torch needs no other package."
             got = f"{name}: {one_line(error)}"
             raise bad("optim, optim_args", "optimizers that transformers can make here", got, fix) from error
+    if getattr(training, "activation_offloading", False) and not torch.accelerator.is_available():
+        raise bad("activation_offloading", "false without an accelerator to offload from", "true", "Remove it.")
+    check_schedule(training)
     if training.push_to_hub:
         check_upload(training.hub_token)
+
+
+def check_schedule(training: Any) -> None:
+    """Refuse what the schedule of the learning rate does not take."""
+    kind, more = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    try:
+        get_scheduler(kind, optimizer, 1, 2, scheduler_specific_kwargs=more)
+    except (TypeError, ValueError) as error:
+        expected = f"a mapping that lr_scheduler_type {getattr(kind, 'value', kind)} takes"
+        raise bad("lr_scheduler_kwargs", expected, f"{more!r}: {one_line(error)}", "Correct it.") from error
 
 
 def check_output(folder: str) -> None:
     """Refuse an output folder that cannot be made or written to; nothing of the probe stays behind."""
     there = Path(folder).absolute()
+    try:
+        os.lstat(there)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            why = "characters that it cannot have" if isinstance(error, ValueError) else "a name too long"
+            raise bad("output_dir", "a name of a folder", why, "Name another folder.") from error
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
     try:

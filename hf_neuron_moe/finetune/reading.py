@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -35,6 +38,24 @@ ELSEWHERE = {
     "dataset_name": "dataset",
     "dataset_train_split": "train_split",
     "dataset_test_split": "eval_split",
+    "datasets": "train_files, or dataset,",
+    "test_datasets": "eval_files, or eval_split,",
+    "adapter": "lora_rank, above 0,",
+    "finetuning_type": "lora_rank, above 0 for LoRA,",
+    "lora_target_linear": "lora_targets, set to all-linear,",
+    "cutoff_len": "max_length",
+    "val_size": "eval_share",
+    "max_samples": "max_train_samples",
+    "stage": "method",
+    "rl": "method",
+    "template": "chat_template_path",
+    "train_on_inputs": "assistant_only_loss, with the opposite value,",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "flash_attention": "attn_implementation",
+    "flash_attn": "attn_implementation",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "eval_sample_packing": "eval_packing",
     "r": "lora_rank",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
@@ -48,6 +69,9 @@ ELSEWHERE = {
     "val_set_size": "eval_share",
 }
 """Names of TRL, peft, axolotl and earlier releases, and what they are here."""
+
+_BESIDES: dict[str, set[Any]] = {"fsdp": {bool}, "resume_from_checkpoint": {bool}, "neuron_precision": {dict}}
+"""What options take besides the classes that their annotations name."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -84,7 +108,7 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except NeuronMoEError as error:
-        for word in re.findall(r"\w+", error.argument):
+        for word in re.split(r", |\[", error.argument):
             if place := places.get(word) or places.get(f"neuron_{word}"):
                 error.where = place
                 break
@@ -93,28 +117,30 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
 
 def read_yaml(path: Path) -> dict[str, Given]:
     """Return the keys of a YAML file with their lines."""
+    place, found = str(path), dict[str, Given]()
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        if isinstance(node, yaml.MappingNode):
-            loader.flatten_mapping(node)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}, line {mark.line + 1}" if mark else str(path)
+        if node is None:
+            return {}
+        if not isinstance(node, yaml.MappingNode):
+            kind, fix = type(node).__name__.removesuffix("Node").lower(), "Write lines of `option: value`."
+            raise ConfigError.about("content", "a mapping of options", f"a {kind}", fix).named(place)
+        loader.flatten_mapping(node)
+        for key_node, value_node in node.value:
+            place = f"{path}, line {key_node.start_mark.line + 1}"
+            key = str(loader.construct_object(key_node, deep=True))
+            if key in found and key_node.tag != _MERGE:
+                got = f"a second time, after {found[key].place.rpartition(', ')[2]}"
+                raise ConfigError.about(key, "there once", got, "Remove one.").named(place)
+            found[key] = Given(loader.construct_object(value_node, deep=True), place)
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if mark := getattr(error, "problem_mark", None):
+            place = f"{path}, line {mark.line + 1}"
         problem = getattr(error, "problem", None) or one_line(error)
         raise ConfigError.about("content", "YAML", problem, "Correct the file.").named(place) from error
-    if node is None:
-        return {}
-    if not isinstance(node, yaml.MappingNode):
-        kind, fix = type(node).__name__.removesuffix("Node").lower(), "Write lines of `option: value`."
-        raise ConfigError.about("content", "a mapping of options", f"a {kind}", fix).named(str(path))
-    found: dict[str, Given] = {}
-    for key_node, value_node in node.value:
-        key, place = str(loader.construct_object(key_node)), f"{path}, line {key_node.start_mark.line + 1}"
-        if key in found and key_node.tag != _MERGE:
-            got = f"a second time, after {found[key].place.rpartition(', ')[2]}"
-            raise ConfigError.about(key, "there once", got, "Remove one.").named(place)
-        found[key] = Given(loader.construct_object(value_node, deep=True), place)
     return found
 
 
@@ -160,6 +186,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def _typed(given: Mapping[str, Given], method: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Return the values in their fields' types."""
     actions = {action.dest: action for action in reversed(parser._actions)}
+    hints = {name: hint for kind in (*OWN, METHODS[method]) for name, hint in get_type_hints(kind).items()}
     values = {}
     for key, (value, place) in given.items():
         if key.startswith("no_") and key[3:] in actions and value is True:  # as --no_neuron_patch
@@ -167,7 +194,7 @@ def _typed(given: Mapping[str, Given], method: str, parser: argparse.ArgumentPar
         elif key not in actions:
             raise _unknown(key, method).named(place)
         else:
-            values[key] = _converted(actions[key], value)
+            values[key] = _converted(actions[key], value, _kinds(hints[key]) | _BESIDES.get(key, set()))
     return values
 
 
@@ -185,32 +212,53 @@ def _unknown(key: str, method: str) -> ConfigError:
     return ConfigError.about("key", "an option that `hf-neuron-moe train --list-keys` shows", repr(key), fix)
 
 
-def _converted(action: argparse.Action, value: Any) -> Any:
+def _kinds(hint: Any) -> set[Any]:
+    """The classes that a field takes by its annotation; the parser keeps only one of several."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return {get_origin(part) or part for part in parts}
+
+
+def _converted(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
     """Return a value as its field's type; YAML 1.1 reads 1e-4 as text and `no` as false, for two."""
-    if value is None or isinstance(value, Mapping):
+    if value is None and NoneType not in kinds:
+        raise bad(action.dest, "a value", "null", "Write one, or remove the line.")
+    if value is None or (isinstance(value, Mapping) and dict in kinds):
         return value
-    if isinstance(value, list) or action.nargs == "+":
-        return [_scalar(action, item) for item in (value if isinstance(value, list) else [value])]
-    return _scalar(action, value)
+    if action.nargs == "+" or (isinstance(value, list) and list in kinds):
+        return [_scalar(action, item, kinds) for item in (value if isinstance(value, list) else [value])]
+    if dict in kinds and str(value).lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            fix = "Correct the JSON, or write YAML in the file."
+            raise bad(action.dest, "a mapping", f"{value!r}: {one_line(error)}", fix) from error
+    return _scalar(action, value, kinds)
 
 
-def _scalar(action: argparse.Action, value: Any) -> Any:
+def _scalar(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
     kind: Any = action.type
     name = getattr(kind, "__name__", str(kind))
-    is_flag = name == "string_to_bool"
-    if value is False and not is_flag and kind not in (int, float):
-        return "no"
-    fits = not (kind is int and isinstance(value, float | bool)) and not (kind is float and isinstance(value, bool))
-    if is_flag and not isinstance(value, str):
-        fits = isinstance(value, bool)
+    is_flag, is_text = name == "string_to_bool", kind not in (int, float)
+    if isinstance(value, bool) and is_text and not is_flag and bool not in kinds:
+        value = "true" if value else "no"
+    takes: dict[Any, Any] = {int: int | str, float: int | float | str}
+    fits = isinstance(value, bool | str if is_flag else takes.get(kind, str)) or (is_text and type(value) in kinds)
+    fits = fits and (is_text or not isinstance(value, bool))
     try:
-        if fits and (isinstance(value, str) or kind is float):
-            value = value if kind is None or kind is str else kind(value)
-    except (ValueError, TypeError, argparse.ArgumentTypeError):
+        if fits and kind is not None and kind is not str and (isinstance(value, str) or kind is float):
+            value = kind(value)
+        fits = fits and (kind is not int or abs(value) < 2**63)
+    except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
         fits = False
     if not fits:
-        wanted = "true or false" if is_flag else {int: "a whole number", float: "a number"}.get(kind, f"of type {name}")
-        raise bad(action.dest, wanted, repr(value), "Correct the value.")
+        numbers = {int: "a whole number", float: "a number"}
+        wanted = "true or false" if is_flag else numbers.get(kind, "text")
+        fix = (
+            "Put it in quotes."
+            if is_text and not is_flag and isinstance(value, int | float | date)
+            else "Correct the value."
+        )
+        raise bad(action.dest, wanted, str(value) if isinstance(value, date) else repr(value), fix)
     if action.choices and value not in action.choices:
         raise not_one_of(action.dest, value, map(str, action.choices)).named("train")
     return value
@@ -238,19 +286,21 @@ def _built(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str
             if values.get("neuron_patch", True) is not False:
                 resolve_backend(str(values.get("neuron_backend", "auto")), torch.device("cpu"))
             fix = "To rehearse on a CPU add --use_cpu true, and --neuron_backend torch where it names another."
-        shown = [key for key in places if str(values.get(key)) in re.split(r"[\s']+", got)]
-        about = "bf16" if "use_cpu" in got else blamed(got, places, *shown)
+        about = "bf16" if "use_cpu" in got else blamed(got, places, values)
         raise bad(about, "what TRL and transformers take", got, fix) from error
 
 
-def blamed(message: str, places: Mapping[str, str], *others: str) -> str:
-    """Return the option that a message of a library is about: the first given one that it names, or of `others`.
+def blamed(message: str, places: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """Return the option that a message of a library is about: the first given one that it names or whose text it has.
 
     Options with an underscore are found as words, others, such as ``model``, between quotes.
     """
     quoted = (key if "_" in key else f"[`'-]{key}" for key in places)
     named = (key for key, pattern in zip(places, quoted) if re.search(rf"(?<!\w){pattern}(?!\w)", message))
-    return next(named, others[0] if others else "options")
+    words = set(re.split(r"[\s'\"`:,.]+", message))
+    texts = ((key, values.get(key)) for key in places)
+    shown = (key for key, text in texts if not words.isdisjoint(text if isinstance(text, list) else [str(text)]))
+    return next(named, None) or next((key for key in shown if not isinstance(values[key], int | float)), "options")
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -261,6 +311,17 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("eval_share", lambda share: 0 <= share < 1, "at least 0 and less than 1", "0.05 keeps a twentieth."),
     ("lora_rank", lambda rank: rank >= 0, "0 or a positive rank", "0 trains the whole model."),
     ("lora_dropout", lambda share: 0 <= share < 1, "at least 0 and less than 1", "0 is the default."),
+    ("lora_alpha", lambda alpha: 0 < alpha < math.inf, "a positive number", "16 is the default."),
+    ("per_device_eval_batch_size", lambda count: count >= 1, "at least 1", "8 is the default."),
+    ("weight_decay", lambda rate: 0 <= rate < math.inf, "a finite number, 0 or more", "0 is the default."),
+    ("dataloader_num_workers", lambda count: count >= 0, "0 or more", "0 is the default."),
+    ("dataset_num_proc", lambda count: count is None or count >= 1, "at least 1", "Leave it out for one process."),
+    ("pad_to_multiple_of", lambda size: size is None or size >= 1, "at least 1", "Leave it out for no multiple."),
+    ("output_dir", bool, "the name of a folder", "Name one."),
+    *(
+        (name, lambda seed: seed is None or 0 <= seed < 2**32, "0 or more, and below 2**32", "42 is the default.")
+        for name in ("seed", "data_seed")
+    ),
     ("max_train_samples", lambda count: count >= 0, "0 or more", "0 takes all."),
     ("max_eval_samples", lambda count: count >= 0, "0 or more", "0 takes all."),
     *(
@@ -276,7 +337,7 @@ def _checked(options: Options) -> Options:
     for key, holds, expected, fix in _RULES:
         (value,) = (getattr(part, key) for part in (model, data, lora, training) if hasattr(part, key))
         if not holds(value):
-            raise bad(key, expected, value, fix)
+            raise bad(key, expected, "nothing" if value == "" else value, fix)
     if model.dtype not in DTYPES:
         raise not_one_of("dtype", model.dtype, DTYPES).named("train")
     if not model.model:
@@ -284,6 +345,13 @@ def _checked(options: Options) -> Options:
     if bool(data.train_files) == bool(data.dataset):
         got = "both" if data.dataset else "neither"
         raise bad("train_files, dataset", "the data, in one of these two", got, "Name one of them.")
+    if not data.dataset and data.eval_split:
+        raise bad("eval_split", "used with dataset", "no dataset", "Name eval_files, or eval_share.")
+    if data.eval_files and data.eval_split:
+        raise bad("eval_files, eval_split", "one of the two", "both", "Remove one.")
+    if training.max_steps <= 0 and not 0 < training.num_train_epochs < math.inf:
+        fix = "3 is the default; max_steps counts steps instead."
+        raise bad("num_train_epochs", "a positive number", training.num_train_epochs, fix)
     if lora.lora_merge and not lora.lora_rank:
         raise bad("lora_merge", "used with lora_rank", "no lora_rank", "Set lora_rank, or leave it out.")
     if lora.lora_parameters and lora.lora_dropout:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,7 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         more["ref_model"] = reference = load_model(options.model)  # with the same rounding as the model's
         patch(reference, training, options.lora)
     try:
-        with warnings.catch_warnings():
-            # TRL and peft read checkpointing under its old name, about which transformers 5.23 and later warn.
-            warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+        with _old_names():
             trainer: Any = TRAINERS[options.data.method](
                 model=model,
                 args=training,
@@ -101,7 +100,11 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
     except NeuronMoEError:
         raise
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
-        keys = "lora_targets, lora_parameters" if "target" in str(error).lower() else blamed(str(error), options.places)
+        keys = (
+            "lora_targets, lora_parameters"
+            if "target" in str(error).lower()
+            else blamed(str(error), options.places, vars(training))
+        )
         raise bad(keys, "what TRL and peft take with this model and data", one_line(error), "Correct it.") from error
     trainer.options = options
     trainer.train_dataset, trainer.eval_dataset = limited(options, trainer.train_dataset, trainer.eval_dataset)
@@ -110,6 +113,10 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
     if not len(trainer.train_dataset):
         got = f"{training.max_length}, with which no row has a token to learn"
         raise bad("max_length", "long enough for the prompts and something of the answers", got, "Raise it.")
+    together = training.train_batch_size * training.world_size
+    if training.dataloader_drop_last and len(trainer.train_dataset) < together:
+        got = f"true, and {len(trainer.train_dataset):,} rows for batches of {together:,}"
+        raise bad("dataloader_drop_last", "false where rows do not fill a batch", got, "Use smaller batches.")
     if training.process_index == 0:
         trained = sum(param.numel() for param in trainer.model.parameters() if param.requires_grad)
         held_out = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
@@ -118,6 +125,14 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         tell(f"{trained:,} trainable parameters; {rows}")
         tell(_processes(trainer))
     return trainer
+
+
+@contextmanager
+def _old_names() -> Iterator[None]:
+    """TRL and peft read checkpointing under its old name, about which transformers 5.23 and later warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+        yield
 
 
 def _processes(trainer: Any) -> str:
@@ -143,7 +158,16 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
     out = Path(options.training.output_dir)
     with StopAfterStep() as stop:
         trainer.add_callback(stop)
-        metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
+        try:
+            with _old_names():
+                metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
+        except NeuronMoEError:
+            raise
+        except (KeyError, ValueError, TypeError) as error:
+            key = blamed(str(error), options.places, vars(options.training))
+            if key not in options.places:
+                raise
+            raise bad(key, "what TRL and transformers train with", one_line(error), "Correct it.") from error
     if stop.stopped:
         raise TrainingInterrupted(f"stopped after step {trainer.state.global_step}, with a checkpoint in {out}")
     trainer.save_metrics("train", metrics)

@@ -31,6 +31,10 @@ def training_of(**changes: Any) -> Any:
         ({"push_to_hub": "true"}, "push_to_hub", "got HF_HUB_OFFLINE, .*`hf upload`"),
         ({"torch_compile": "true", "torch_compile_backend": "inducter"}, "torch_compile_backend", "'inductor'"),
         ({"fsdp": "full_shard"}, "fsdp", "accelerate launch"),
+        ({"activation_offloading": "true"}, "activation_offloading", "without an accelerator"),
+        ({"lr_scheduler_kwargs": "abc"}, "lr_scheduler_kwargs", "lr_scheduler_type linear takes, got 'abc'"),
+        ({"lr_scheduler_kwargs": '{"a": 1}'}, "lr_scheduler_kwargs", "unexpected keyword argument 'a'"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_kwargs", "min_lr or min_lr_rate"),
     ],
 )
 def test_packages_and_accounts_that_are_not_here_are_named(
@@ -40,6 +44,7 @@ def test_packages_and_accounts_that_are_not_here_are_named(
         monkeypatch.setenv(name, "")  # set by TrainingArguments, and taken out again afterwards
     monkeypatch.setattr(needs, "get_available_reporting_integrations", lambda: ["trackio"])
     monkeypatch.setattr(needs, "is_liger_kernel_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     with refused(ConfigError, argument, says):
         check_needs(training_of(**changes))
 
@@ -102,4 +107,7 @@ def test_an_output_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) 
             needs.check_output(str(tmp_path / folder))
     with refused(ConfigError, "output_dir"):
         needs.check_output("/proc/none")
+    for folder, got in (("a" * 300, "a name too long"), ("a\0b", "characters that it cannot have")):
+        with refused(ConfigError, "output_dir", got=got):
+            needs.check_output(str(tmp_path / folder))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]

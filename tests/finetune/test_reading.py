@@ -94,6 +94,7 @@ def test_values_are_of_their_fields_types(tmp_path: Path) -> None:
     # YAML 1.1 reads 1e-4 as text and no as false; a single name stands for a list of one.
     text = "base: &base {weight_decay: 0, use_cpu: true}\nmodel: m\ntrain_files: a.jsonl\nlearning_rate: 1e-4\n"
     text = text.replace("base: &base {weight_decay: 0, use_cpu: true}\n", "weight_decay: 0\nuse_cpu: true\n")
+    text += "resume_from_checkpoint: false\nneuron_precision: {'*': bf16}\nfsdp: false\npad_to_multiple_of: '8'\n"
     text += "save_strategy: no\ngradient_checkpointing_kwargs: {use_reentrant: false}\nmax_length: null\n"
     file.write_text(text, encoding="utf-8")
     options = read_options([str(file)])
@@ -102,6 +103,9 @@ def test_values_are_of_their_fields_types(tmp_path: Path) -> None:
     assert options.data.train_files == ["a.jsonl"]
     assert options.training.gradient_checkpointing_kwargs == {"use_reentrant": False}
     assert options.training.save_strategy == "no" and options.training.max_length is None
+    training = options.training
+    assert training.resume_from_checkpoint is False and training.neuron_precision == {"*": "bf16"}
+    assert not training.fsdp and training.pad_to_multiple_of == 8
     assert options.training.bf16 is False, "TRL's default needs an accelerator"
 
 
@@ -149,6 +153,26 @@ WRONG = [
     ("method: ppo", "method", "one of sft, dpo"),
     ("packing_strategy: best", "packing_strategy", "best"),
     ("model: again", "model", "got a second time, after line 2"),
+    ("learning_rate:", "learning_rate", "a value, got null"),
+    ("lora_targets: null", "lora_targets", "a value, got null"),
+    ("learning_rate: {a: 1}", "learning_rate", "a number, got {'a': 1}"),
+    ("max_steps: [1, 2]", "max_steps", r"a whole number, got \[1, 2\]"),
+    ("seed: !!binary aGk=", "seed", "a whole number, got b'hi'"),
+    ("eval_files: [1]", "eval_files", r"text, got 1\. Put it in quotes"),
+    ("revision: {a: 1}", "revision", "text, got {'a': 1}"),
+    ("run_name: 2026-11-26", "run_name", r"text, got 2026-11-26\. Put it in quotes"),
+    ("max_steps: 99999999999999999999", "max_steps", "a whole number"),
+    ("lr_scheduler_kwargs: '{a'", "lr_scheduler_kwargs", "got '{a': Expecting property name"),
+    ("datasets: [{path: a}]", "key", "datasets is train_files, or dataset, here"),
+    ("eval_split: test", "eval_split", "used with dataset, got no dataset"),
+    ("output_dir: ''", "output_dir", "got nothing"),
+    ("seed: -1", "seed", "below 2"),
+    ("num_train_epochs: .nan", "num_train_epochs", "got nan"),
+    ("num_train_epochs: 0", "num_train_epochs", "got 0.0"),
+    ("lora_alpha: .nan", "lora_alpha", "got nan"),
+    ("weight_decay: .inf", "weight_decay", "got inf"),
+    *((f"{key}: -1", key, "got -1") for key in ("per_device_eval_batch_size", "dataloader_num_workers")),
+    *((f"{key}: 0", key, "got 0") for key in ("pad_to_multiple_of", "dataset_num_proc")),
 ]
 
 
@@ -163,7 +187,16 @@ def test_what_a_file_may_not_say_is_found_in_its_line(tmp_path: Path, text: str,
 
 @pytest.mark.parametrize(
     ("text", "line", "got"),
-    [("- a\n- b", "", "a sequence"), ("a: 1\nb: [1", ", line 2", "expected ',' or ']'"), ("a:\tb:", ", line 1", "")],
+    [
+        ("- a\n- b", "", "a sequence"),
+        ("a: 1\nb: [1", ", line 2", "expected ',' or ']'"),
+        ("a:\tb:", ", line 1", ""),
+        ("a: 1\nb: !!python/name:os.system", ", line 2", "could not determine a constructor"),
+        ("a: 1\nb: &b [*b]", ", line 2", "found unconstructable recursive node"),
+        ("a: 1\nb: 2026-13-45", ", line 2", "month must be in"),
+        ("a: " + "[" * 5000, "", "maximum recursion depth"),
+    ],
+    ids=["list", "cut", "tab", "tag", "recursion", "date", "depth"],
 )
 def test_what_is_no_mapping_is_an_error(tmp_path: Path, text: str, line: str, got: str) -> None:
     file = tmp_path / "a.yaml"

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import ConfigError, NonFiniteWeightsError
 from hf_neuron_moe.finetune import finetune, read_options, train_run as run_module
 from hf_neuron_moe.finetune.train_run import TrainingInterrupted, checkpoint_to_resume
 from hf_neuron_moe.finetune.trainers import StopAfterStep
@@ -92,6 +92,19 @@ def test_lora_on_dense_layers_and_what_peft_does_not_find(models: dict[str, Path
     assert names and all("mlp" in name for name in names)
     with refused(ConfigError, "lora_parameters", where="command line", got="'mlp.gate_up'"):
         finetune(read_options([*given, "--lora_parameters", "mlp.gate_up"]))
+
+
+def test_what_only_training_refuses_names_its_line(models: dict[str, Path], tmp_path: Path) -> None:
+    given = words(models["llama"], write(tmp_path, ROWS["text"]), tmp_path / "out", eval_share=0.25)
+    best = ["--load_best_model_at_end", "--metric_for_best_model", "foo", "--eval_strategy", "steps"]
+    for more, argument in (
+        ([*best, "--eval_steps", "1", "--save_strategy", "steps", "--save_steps", "1"], "metric_for_best_model"),
+        (["--dataloader_drop_last", "--per_device_train_batch_size", "100"], "dataloader_drop_last"),
+    ):
+        with refused(ConfigError, argument, where="command line"):
+            finetune(read_options([*given, *more]))
+    with refused(NonFiniteWeightsError, "the model's weights", where="save_model"):
+        finetune(read_options([*given, "--learning_rate", "1e30"]))
 
 
 def test_lora_on_a_frozen_mxfp8_base(models: dict[str, Path], tmp_path: Path) -> None:
