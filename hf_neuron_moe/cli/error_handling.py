@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,7 +19,7 @@ import typer
 
 from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, REFUSED, TERMINATED, USAGE, ExitCode, exit_code_of
 from hf_neuron_moe.cli.precision_options import option_of_precision
-from hf_neuron_moe.errors import ConfigError, nearest, printable
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, nearest, printable
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
@@ -47,7 +48,7 @@ def run(app: typer.Typer, arguments: list[str]) -> None:
     as_json, debug = "--json" in arguments, "--debug" in arguments
     signals: list[int] = []
     try:
-        with _stopped_by(signals):
+        with _stopped_by(signals), _short_warnings():
             given = [argument for argument in arguments if argument != "--debug"]
             code = app(given, prog_name=PROGRAM, standalone_mode=False)
             if signals or code == INTERRUPTED.code:  # which typer makes of a KeyboardInterrupt
@@ -117,6 +118,22 @@ def _end_usage(error: Any, as_json: bool) -> NoReturn:
         _end(USAGE, "UsageError", error.format_message(), as_json)
     error.show()
     sys.exit(USAGE.code)
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Show the package's warnings as one line each, without the line of code that gave them."""
+
+    def short(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
+        if issubclass(category, NeuronMoEWarning):
+            return f"warning: {' '.join(str(message).split())}\n"
+        return before(message, category, *place, **more)
+
+    before, warnings.formatwarning = warnings.formatwarning, short
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 import hf_neuron_moe.convert
 from hf_neuron_moe import errors
-from hf_neuron_moe.cli import exit_codes, shared_options
+from hf_neuron_moe.cli import error_handling, exit_codes, shared_options
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES, exit_code_of
 from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert import (
@@ -330,6 +331,15 @@ def test_the_command_line_offers_what_the_library_takes(run):
     for known in (PRECISIONS, LAYOUTS, SCALE_LAYOUTS, SCALE_RULES, PURPOSES, ON_NONFINITE):
         assert "|".join(known) in shown
     assert shared_options.size_in_bytes("5GB") == ConvertOptions().max_shard_bytes
+
+
+def test_warnings_of_the_package_are_one_line_and_others_as_python_shows_them():
+    with error_handling._short_warnings():
+        assert warnings.formatwarning(errors.NeuronMoEWarning("a\n b"), errors.NeuronMoEWarning, "f.py", 3) == (
+            "warning: a b\n"
+        )
+        assert "f.py:3: UserWarning: c" in warnings.formatwarning(UserWarning("c"), UserWarning, "f.py", 3)
+    assert "f.py:3" in warnings.formatwarning(errors.NeuronMoEWarning("a"), errors.NeuronMoEWarning, "f.py", 3)
 
 
 def test_exit_codes_are_distinct_and_chosen_by_class():
