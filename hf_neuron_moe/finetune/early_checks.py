@@ -10,11 +10,13 @@ import tempfile
 import textwrap
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.convert.assign import build_meta_model
@@ -38,6 +40,9 @@ from hf_neuron_moe.training.checkpoint_files import find_last_complete
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers for which transformers makes a mask from position ids."""
+
+SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "num_experts")
+"""What models differ in; the vocabulary may have grown."""
 
 
 def check_run(options: Options) -> bytes | str:
@@ -86,6 +91,7 @@ def check_training(options: Options, config: bytes | str) -> None:
         config: what ``read_config`` returned.
     """
     check_length(options, config)
+    check_resumed(options, config)
     check_targets(options, config)
     frozen = conversion_of(config) in FROZEN
     if frozen:
@@ -225,6 +231,30 @@ def last_complete(folder: str) -> Path | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NeuronMoEWarning)
         return find_last_complete(folder)
+
+
+def check_resumed(options: Options, config: bytes | str) -> None:
+    """Refuse a checkpoint of another model or of other adapters: its optimizer ends the process in these shapes."""
+    wish = options.training.resume_from_checkpoint
+    folder = last_complete(options.training.output_dir) if wish in (True, "true", "True", "auto") else Path(wish or "")
+    if not wish or folder is None:
+        return
+    adapter = content_of(read_config(folder, ADAPTER_CONFIG_NAME))
+    was: dict[str, Any] = {"lora_rank": adapter.get("r", 0)}
+    now: dict[str, Any] = {"lora_rank": options.lora.lora_rank}
+    if adapter:
+        was |= {"lora_parameters": sorted(adapter.get("target_parameters") or [])}
+        now |= {"lora_parameters": sorted(options.lora.lora_parameters)}
+        if options.lora.lora_targets != ["all-linear"]:
+            was |= {"lora_targets": sorted(adapter.get("target_modules") or [])}
+            now |= {"lora_targets": sorted(options.lora.lora_targets)}
+    else:
+        was |= {name: value for name, value in content_of(read_config(folder)).items() if name in SHAPE}
+        now |= {name: value for name, value in content_of(config).items() if name in SHAPE}
+    found = [f"{name} {was[name]} and {now[name]}" for name in was if name in now and was[name] != now[name]]
+    if found:
+        expected, got = "a checkpoint of this run's model and adapters", f"{folder}: {found[0]} here"
+        raise bad("resume_from_checkpoint", expected, got, "Name another output_dir, or begin without it.")
 
 
 def check_resume(options: Options) -> None:

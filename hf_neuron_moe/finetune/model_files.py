@@ -44,10 +44,10 @@ def folder_of(argument: str, name: str, revision: str) -> Path:
     return folder
 
 
-def read_config(folder: Path) -> bytes | str:
+def read_config(folder: Path, name: str = CONFIG_FILE) -> bytes | str:
     """Return the bytes of a folder's ``config.json``, or why it cannot be looked at."""
     try:
-        return (folder / CONFIG_FILE).read_bytes()
+        return (folder / name).read_bytes()
     except OSError as error:
         return f"the blocks of {folder} cannot be looked at before it is loaded: {one_line(error)}"
 

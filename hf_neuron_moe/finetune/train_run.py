@@ -68,7 +68,7 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
         TrainingInterrupted: Ctrl-C was pressed; there is a checkpoint to resume from.
     """
     tokenizer, data = check(options)
-    with located(options.places):
+    with located(options.places), _old_names():
         trainer = make_trainer(options, tokenizer, data, tell)
         if quiet:
             for callback in (PrinterCallback, ProgressCallback):
@@ -87,16 +87,15 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         more["ref_model"] = reference = load_model(options.model)  # with the same rounding as the model's
         patch(reference, training, options.lora)
     try:
-        with _old_names():
-            trainer: Any = TRAINERS[options.data.method](
-                model=model,
-                args=training,
-                train_dataset=data.train,
-                eval_dataset=data.held_out,
-                processing_class=tokenizer,
-                peft_config=adapters(options.lora, model),
-                **more,
-            )
+        trainer: Any = TRAINERS[options.data.method](
+            model=model,
+            args=training,
+            train_dataset=data.train,
+            eval_dataset=data.held_out,
+            processing_class=tokenizer,
+            peft_config=adapters(options.lora, model),
+            **more,
+        )
     except NeuronMoEError:
         raise
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
@@ -159,12 +158,14 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
     with StopAfterStep() as stop:
         trainer.add_callback(stop)
         try:
-            with _old_names():
-                metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
+            metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
         except NeuronMoEError:
             raise
         except (KeyError, ValueError, TypeError) as error:
-            key = blamed(str(error), options.places, vars(options.training))
+            key, resumed = blamed(str(error), options.places, vars(options.training)), checkpoint_to_resume(options)
+            if resumed and (isinstance(error, KeyError) or "state dict" in str(error)):
+                fix = "Resume with the settings of the run that wrote it."
+                raise bad("resume_from_checkpoint", "of a run with this optimizer", one_line(error), fix) from error
             if key not in options.places:
                 raise
             raise bad(key, "what TRL and transformers train with", one_line(error), "Correct it.") from error

@@ -209,6 +209,27 @@ def test_auto_resumes_from_complete_checkpoints_only(models: dict[str, Path], tm
     assert wish("auto") is True
 
 
+def test_a_checkpoint_of_another_run_is_not_resumed(models: dict[str, Path], tmp_path: Path) -> None:
+    file, full, lora = write(tmp_path, ROWS["text"]), tmp_path / "full", tmp_path / "lora"
+    keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    finetune(read_options(words(models["llama"], file, full, **keys)))
+    finetune(read_options(words(models["llama"], file, lora, **keys, lora_rank=2)))
+    keys |= {"max_steps": 2, "resume_from_checkpoint": "auto"}
+    for out, model, more, got in (
+        (full, "mixtral", {}, "model_type llama and mixtral here"),  # torch ends the process in the optimizer
+        (full, "llama", {"lora_rank": 2}, "lora_rank 0 and 2 here"),
+        (lora, "llama", {"lora_rank": 4}, "lora_rank 2 and 4 here"),
+        (lora, "llama", {}, "lora_rank 2 and 0 here"),
+        (lora, "llama", {"lora_rank": 2, "lora_targets": ["q_proj"]}, "lora_targets ['k_proj', "),
+        (lora, "llama", {"lora_rank": 2, "lora_targets": ["all-linear"]}, "loaded state dict contains"),
+        (full, "llama", {"optim": "sgd"}, "'momentum'"),
+    ):
+        prefix = "" if got.startswith(("loaded", "'")) else f"{out}/checkpoint-1: "
+        with refused(ConfigError, "resume_from_checkpoint", got=prefix + got):
+            finetune(read_options(words(models[model], file, out, **keys, **more)))
+    finetune(read_options(words(models["llama"], file, lora, **keys, lora_rank=2)))
+
+
 def test_the_upload_gets_the_card(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed = []
     options = read_options(words(models["llama"], write(tmp_path, ROWS["text"]), tmp_path / "out", max_steps=1))
