@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,22 @@ def test_extras_install_something() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert all(project["optional-dependencies"].values())
     assert project["requires-python"] == ">=3.11"
+
+
+def test_the_extra_train_has_what_every_command_imports(repo_root: Path) -> None:
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    known = {re.split(r"[<>=; \[]", line)[0] for line in (*project["dependencies"], *extras["train"])}
+    assert {re.split(r"[<>=;]", line)[0] for line in (*extras["demo"], *extras["report"])} <= known
+    names: set[str] = set()
+    for file in (repo_root / "hf_neuron_moe").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(str(node.module).partition(".")[0])
+    names -= {*sys.stdlib_module_names, "hf_neuron_moe", "nki", "nkilib", "torch_neuronx", "triton"}
+    assert {{"yaml": "pyyaml"}.get(name, name).replace("_", "-") for name in names} <= known
 
 
 def test_the_wheel_has_every_data_file(repo_root: Path) -> None:
