@@ -91,6 +91,9 @@ def read_options(words: Sequence[str]) -> Options:
         BackendUnavailableError: there is no device that the options fit, and the backend cannot run here.
     """
     given = read_yaml(configs.find(words[0])) if words and not words[0].startswith("--") else {}
+    if "compute_environment" in given:
+        fix = f"Start with it: `accelerate launch --config_file {words[0]} -m hf_neuron_moe train CONFIG.yaml`."
+        raise bad("CONFIG", "a configuration of train", f"{words[0]!r}, which is accelerate's", fix)
     given |= _read_words(words[1:] if words and not words[0].startswith("--") else words)
     places = {key: found.place for key, found in given.items()}
     with located(places):

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import naming
 from hf_neuron_moe.patching.api import as_config, patch_model, unpatch_model
 from hf_neuron_moe.patching.apply import report_of
 
@@ -37,7 +38,8 @@ class AutoNeuronMoEModelForCausalLM:
             NeuronMoEError: the options are wrong, which is found before anything is loaded, or the model cannot be
                 patched. No model is returned then.
         """
-        config = as_config(neuron_config)
+        with naming("AutoNeuronMoEModelForCausalLM.from_pretrained"):
+            config = as_config(neuron_config)
         loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         converted = report_of(model) is not None or getattr(model, "is_quantized", False)

@@ -216,6 +216,8 @@ def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
         read_options([str(tmp_path / "none.yaml")])
     with refused(ConfigError, "CONFIG", got="'b.yaml'"):
         read_options(["tiny-llama", "b.yaml"])
+    with refused(ConfigError, "CONFIG", "accelerate launch --config_file fsdp2-cpu", got="'fsdp2-cpu', which is"):
+        read_options(["fsdp2-cpu"])
     with refused(ConfigError, "model", got="nothing"):
         read_options(["--train_files", "a.txt", "--use_cpu"])
     with refused(ConfigError, "train_files, dataset", got="neither"):

@@ -57,3 +57,8 @@ def test_a_failure_returns_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_: pytest.fail("wrong options come first"))
     with pytest.raises(ConfigError):
         AutoNeuronMoEModelForCausalLM.from_pretrained(tmp_path, neuron_config={"precison": "mxfp8"})
+
+
+def test_options_of_the_wrong_kind_name_the_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^AutoNeuronMoEModelForCausalLM\.from_pretrained: config must be a Neuron"):
+        AutoNeuronMoEModelForCausalLM.from_pretrained(tmp_path, neuron_config="mxfp8")
