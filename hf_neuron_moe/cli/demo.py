@@ -10,8 +10,7 @@ import typer
 
 from hf_neuron_moe.cli.model_folder import quiet_transformers
 from hf_neuron_moe.cli.progress_line import watching
-from hf_neuron_moe.cli.shared_options import Json, tell
-from hf_neuron_moe.errors import DestinationError, DiskError
+from hf_neuron_moe.cli.shared_options import Json, make_folder, tell
 
 PAGE, RECORD, RUNS = "demo.html", "demo.json", "runs"
 
@@ -48,7 +47,7 @@ def demo(
     if not tiny and model is None:
         weights_file()
     render_page("", "", [])  # what it needs is missed before the training, not after it
-    _make_folder(output)
+    make_folder(output, "Name another folder with -o.")
     _show(as_json, "loading ...")
     import json
 
@@ -82,18 +81,6 @@ def demo(
 def _show(quiet: bool, text: str) -> None:
     if not quiet:
         typer.echo(text, err=True)
-
-
-def _make_folder(output: Path) -> None:
-    fix = "Name another folder with -o."
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise DestinationError.about(str(output), "a folder", "a file on the way", fix) from error
-    except OSError as error:
-        raise DiskError.about(str(output), "a folder that can be made", error.strerror, fix) from error
-    if not os.access(output, os.W_OK):
-        raise DiskError.about(str(output), "a folder that can be written to", "no permission", fix)
 
 
 def _opened(page: Path) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from make_tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from hf_neuron_moe.finetune import check, configs, model_files, read_options

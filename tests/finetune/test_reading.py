@@ -7,10 +7,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from make_tiny_model import tiny_config
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe import patch_model
+from hf_neuron_moe.demo.tiny_model import tiny_config
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, UnsupportedModelError, nearest
 from hf_neuron_moe.finetune import configs, read_options
 from hf_neuron_moe.finetune.data import files_of
