@@ -12,7 +12,7 @@ import typer
 from hf_neuron_moe.cli.exit_codes import DONE, REFUSED
 from hf_neuron_moe.cli.model_folder import quiet_transformers
 from hf_neuron_moe.cli.progress_line import in_words, watching
-from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.cli.shared_options import Json, Text
 from hf_neuron_moe.config import MOST_TOKENS
 from hf_neuron_moe.errors import DestinationError
 
@@ -25,7 +25,7 @@ SHOWN = 10
 
 def explore(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a checkpoint with a tokenizer.")],
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help='Text, or .jsonl with "text" or "messages".')],
+    text: Text,
     tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of the text to measure on.")] = 16384,
     length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens per row.")] = 512,
     formats: Annotated[

@@ -14,6 +14,7 @@ import typer
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.errors import DestinationError, DiskError, nearest
 
+PACKAGE = "package:"
 LEAST_BARE_BYTES = 1_000_000  # Below this, a size is taken only with its unit
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -83,7 +84,16 @@ def check_part(text: str | None) -> str | None:
     return text if part_of(text) else None
 
 
+def in_package(path: Path) -> Path:
+    """Return a file's path; ``package:demo/sotu/eval.jsonl`` is one in this package's folder."""
+    inside = str(path).removeprefix(PACKAGE)
+    return path if inside == str(path) else Path(__file__).resolve().parents[1] / inside
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, on errors too.")]
+Text = Annotated[
+    Path, typer.Argument(metavar="TEXT", callback=in_package, help='Text, or .jsonl with "text" or "messages".')
+]
 AnySource = Annotated[
     str, typer.Argument(metavar="SRC", help="Folder with config.json and safetensors files, or a Hub id org/name.")
 ]
