@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,14 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
         return _train(trainer, options, tell)
 
 
+@contextmanager
+def _old_names() -> Iterator[None]:
+    """TRL and peft know checkpointing by its old name, about which transformers 5.23 and later warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+        yield
+
+
 def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _logger.info) -> Any:
     """Load the model, patch it, and return the Trainer over it and its adapters."""
     training = options.training
@@ -86,9 +96,7 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         more["ref_model"] = reference = load_model(options.model)  # with the same rounding as the model's
         patch(reference, training, options.lora)
     try:
-        with warnings.catch_warnings():
-            # TRL and peft read checkpointing under its old name, about which transformers 5.23 and later warn.
-            warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+        with _old_names():
             trainer: Any = TRAINERS[options.data.method](
                 model=model,
                 args=training,
@@ -115,6 +123,8 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         held_out = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
         tell(str(report) if report else describe_unpatched(model))
         rows = f"{len(trainer.train_dataset):,} rows of {data.kind}, {held_out:,} to evaluate on"
+        if getattr(training, "packing", False):
+            rows += f"; packed, from {len(data.train):,} and {len(data.held_out or ()):,} in the data"
         tell(f"{trained:,} trainable parameters; {rows}")
         tell(_processes(trainer))
     return trainer
@@ -139,6 +149,7 @@ def checkpoint_to_resume(options: Options) -> str | bool | None:
     return wish or None
 
 
+@_old_names()
 def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
     out = Path(options.training.output_dir)
     with StopAfterStep() as stop:
@@ -163,6 +174,6 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
         save_merged(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, out / MERGED)
     if trainer.is_world_process_zero():
         shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
-        tell(f"{shown}\nsaved to {out}")
+        tell(f"{shown}\nsaved to {out}\nlook at the run: hf-neuron-moe report {shlex.quote(str(out))} --open")
     trainer.accelerator.wait_for_everyone()  # the first process may still write
     return metrics

@@ -104,6 +104,15 @@ def test_a_default_length_is_lowered_to_the_models_positions(models: dict[str, P
     assert not (tmp_path / "o").exists(), "nothing is left behind"
 
 
+def test_a_whole_model_is_not_written_next_to_an_adapter(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    given = ["--model", str(models["llama"]), "--train_files", "rows.txt", "--use_cpu", "--output_dir", "out"]
+    with refused(ConfigError, "output_dir", "a folder without an adapter", got="'out'"):
+        check(read_options(given))
+    check(read_options([*given, "--lora_rank", "4"]))
+
+
 @pytest.mark.parametrize(
     ("config", "got"),
     [

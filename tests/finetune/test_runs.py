@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -52,6 +53,7 @@ def test_full_fine_tuning_of_chats_ends_in_a_stock_checkpoint_with_a_card(
     assert (
         "2 patched" in told[0] and "rows of messages, 1 to evaluate on" in told[1] and told[2] == "one process on cpu"
     )
+    assert "in the data" in told[1] and told[-1].endswith(f"hf-neuron-moe report {out} --open")
     before, after = (load_file(folder / "model.safetensors") for folder in (models["mixtral"], out))
     assert {key: value.shape for key, value in after.items()} == {key: value.shape for key, value in before.items()}
     assert all(not torch.equal(after[key], before[key]) for key in after if "mlp" in key or "block_sparse" in key)
@@ -109,12 +111,13 @@ def test_lora_on_a_frozen_mxfp8_base(models: dict[str, Path], tmp_path: Path) ->
 
 @pytest.mark.parametrize("keys", [{}, {"lora_rank": 4}], ids=["full", "lora"])
 def test_preferences_begin_at_the_reference_and_are_learned(
-    keys: dict[str, Any], models: dict[str, Path], tmp_path: Path
+    keys: dict[str, Any], models: dict[str, Path], tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     file, out = write(tmp_path, ROWS["preference"]), tmp_path / "out"
     given = words(models["llama"], file, out, method="dpo", eval_share=0.25, max_steps=6, **keys)
     metrics = finetune(read_options([*given, "--neuron_precision", "mxfp8"]))
     learned = losses(out)
+    assert not [str(one.message) for one in recwarn if re.search("pin_memory|checkpointing", str(one.message))]
     # At first the model is its own reference, with the same rounding: the loss is that of a coin.
     assert learned[0] == pytest.approx(math.log(2), rel=1e-6)
     assert learned[-1] < 0.95 * learned[0] and metrics["eval_rewards/margins"] > 0
