@@ -52,14 +52,12 @@ def demo(
     import json
 
     import torch
-    from transformers.utils import logging
 
     from hf_neuron_moe.demo import subject
     from hf_neuron_moe.demo.comparison import compare
     from hf_neuron_moe.demo.demo_page import HEADINGS, render, rows, verdict
 
     quiet_transformers()
-    logging.disable_progress_bar()
     if tiny:
         torch.set_num_threads(1)  # more would wait for each other most of the time
     with watching("training", quiet=as_json, unit="steps") as (_, progress):

@@ -34,11 +34,8 @@ def tiny_model(
     make_folder(folder, fix)
     if any(folder.iterdir()):
         raise DestinationError.about(str(folder), "a new or empty folder", "one with files", fix)
-    from transformers.utils import logging
-
     from hf_neuron_moe.demo.tiny_model import CHAT_TEMPLATE, make_tiny_model
 
     quiet_transformers()
-    logging.disable_progress_bar()
     make_tiny_model(family, folder, seed, CHAT_TEMPLATE)
     tell(as_json, {"ok": True, "folder": str(folder)}, f"{folder}: a tiny {family} of random weights")

@@ -82,7 +82,14 @@ def test_text_for_people_who_have_nothing_to_fold(model_dir, tmp_path, monkeypat
     code, out = printed(capsys, monkeypatch, model_dir, TEXT, *sizes, "--fold", "folded")
     assert code == 1 and "folded was not written: no block has an outlier channel" in out, out
     assert list(tmp_path.iterdir()) == []
-    for words in ("Change of the loss by mxfp8", "uniform mxfp8", "Plan for trn3", "(times are estimates)", "dB SQNR"):
+    for words in (
+        "Change of the loss by mxfp8",
+        "uniform mxfp8",
+        "Plan for trn3",
+        "(times are estimates)",
+        "dB SQNR",
+        "precision by block: {",
+    ):
         assert words in out
 
 
