@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tune with TRL's SFTTrainer in a script of your own; `hf-neuron-moe train CONFIG.yaml` needs no script.
 
-python scripts/make_tiny_model.py mixtral .cache/tiny-mixtral
+hf-neuron-moe tiny-model mixtral .cache/tiny-mixtral
 python scripts/finetune.py .cache/tiny-mixtral data/sotu/eval.jsonl run
 """
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "explore": "explore model text.txt --tokens 256 --length 64",
     "parity": "parity model text.txt --recipe mxfp8 --steps 4 --batch 1 --length 32 -o {new}",
     "demo": "demo --tiny --steps 3 -o {new}",
+    "tiny-model": "tiny-model mixtral {new}",
     "train": "train tiny-mixtral --model model --train_files text.txt --eval_files text.txt --max_steps 4 "
     "--output_dir {new}",
     "report": "report runs -o {new}.html",
@@ -51,8 +52,7 @@ LONGEST = 120.0  # seconds until a child that does not stop is killed, which is 
 
 def make_inputs(folder: Path, names: Sequence[str]) -> None:
     """Write a model, its conversion and a text, and for ``report`` runs."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    from make_tiny_model import make_tiny_model
+    from hf_neuron_moe.demo.tiny_model import make_tiny_model
 
     make_tiny_model("mixtral", folder / "model", num_hidden_layers=1)
     (folder / "text.txt").write_text("The state of the Union is tested once more.\n\n" * 60, encoding="utf-8")

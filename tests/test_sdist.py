@@ -18,10 +18,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
-from make_tiny_model import make_tiny_model
-
 FOLDERS = ("hf_neuron_moe", "tests", "docs", "scripts", "benchmarks", "data", "examples", ".github", ".ci")
 FILES = (
     *("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
@@ -48,7 +44,9 @@ def test_the_extra_train_has_what_every_command_imports(repo_root: Path) -> None
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add(str(node.module).partition(".")[0])
     names -= {*sys.stdlib_module_names, "hf_neuron_moe", "nki", "nkilib", "torch_neuronx", "triton"}
-    assert {{"yaml": "pyyaml"}.get(name, name).replace("_", "-") for name in names} <= known
+    assert {
+        {"yaml": "pyyaml", "tokenizers": "transformers"}.get(name, name).replace("_", "-") for name in names
+    } <= known
 
 
 def test_the_wheel_has_every_data_file(repo_root: Path) -> None:
@@ -110,6 +108,7 @@ def test_the_sdist_holds_every_file_and_runs_its_tests(packed: tuple[Path, set[s
 
 
 COMMANDS = (
+    "tiny-model mixtral model",
     "demo --tiny --steps 2 -o demo_output",
     "train --list-configs",
     "train tiny-mixtral --model model --train_files text.txt --eval_files text.txt --max_steps 2 --output_dir trained",
@@ -153,7 +152,6 @@ def test_the_wheel_works_in_an_empty_folder(packed: tuple[Path, set[str], set[st
     facts = {"cwd": empty, "env": environment, "capture_output": True, "text": True, "timeout": 900, "check": False}
     shown = subprocess.run([home / "bin" / "hf-neuron-moe", "--version"], **facts)
     assert (shown.returncode, shown.stderr) == (0, "") and shown.stdout.startswith("hf-neuron-moe ")
-    make_tiny_model("mixtral", empty / "model")
     (empty / "text.txt").write_text("The state of the Union is tested.\n\n" * 60, encoding="utf-8")
     done = subprocess.run([python, "-c", DRIVER, json.dumps(COMMANDS)], **facts)
     assert done.returncode == 0, done.stderr[-3000:]

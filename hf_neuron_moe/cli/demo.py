@@ -10,8 +10,7 @@ import typer
 
 from hf_neuron_moe.cli.model_folder import quiet_transformers
 from hf_neuron_moe.cli.progress_line import watching
-from hf_neuron_moe.cli.shared_options import Json, tell
-from hf_neuron_moe.errors import DestinationError, DiskError
+from hf_neuron_moe.cli.shared_options import Json, make_folder, tell
 
 PAGE, RECORD, RUNS = "demo.html", "demo.json", "runs"
 
@@ -48,19 +47,17 @@ def demo(
     if not tiny and model is None:
         weights_file()
     render_page("", "", [])  # what it needs is missed before the training, not after it
-    _make_folder(output)
+    make_folder(output, "Name another folder with -o.")
     _show(as_json, "loading ...")
     import json
 
     import torch
-    from transformers.utils import logging
 
     from hf_neuron_moe.demo import subject
     from hf_neuron_moe.demo.comparison import compare
     from hf_neuron_moe.demo.demo_page import HEADINGS, render, rows, verdict
 
     quiet_transformers()
-    logging.disable_progress_bar()
     if tiny:
         torch.set_num_threads(1)  # more would wait for each other most of the time
     with watching("training", quiet=as_json, unit="steps") as (_, progress):
@@ -82,18 +79,6 @@ def demo(
 def _show(quiet: bool, text: str) -> None:
     if not quiet:
         typer.echo(text, err=True)
-
-
-def _make_folder(output: Path) -> None:
-    fix = "Name another folder with -o."
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise DestinationError.about(str(output), "a folder", "a file on the way", fix) from error
-    except OSError as error:
-        raise DiskError.about(str(output), "a folder that can be made", error.strerror, fix) from error
-    if not os.access(output, os.W_OK):
-        raise DiskError.about(str(output), "a folder that can be written to", "no permission", fix)
 
 
 def _opened(page: Path) -> bool:

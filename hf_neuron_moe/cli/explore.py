@@ -11,8 +11,8 @@ import typer
 
 from hf_neuron_moe.cli.exit_codes import DONE, REFUSED
 from hf_neuron_moe.cli.model_folder import quiet_transformers
-from hf_neuron_moe.cli.progress_line import in_words, watching
-from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.cli.progress_line import duration, in_words, watching
+from hf_neuron_moe.cli.shared_options import Json, Text
 from hf_neuron_moe.config import MOST_TOKENS
 from hf_neuron_moe.errors import DestinationError
 
@@ -25,7 +25,7 @@ SHOWN = 10
 
 def explore(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a checkpoint with a tokenizer.")],
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help='Text, or .jsonl with "text" or "messages".')],
+    text: Text,
     tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of the text to measure on.")] = 16384,
     length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens per row.")] = 512,
     formats: Annotated[
@@ -87,7 +87,7 @@ def explore(
         typer.echo(json.dumps(ending | {"cost": watch.cost()} | result.to_dict()))
     else:
         _show(result)
-        typer.echo(f"Took {watch.seconds / 60:.1f} min and {in_words(watch.peak)} of memory.")
+        typer.echo(f"Took {duration(watch.seconds)} and {in_words(watch.peak)} of memory.")
         for path, what in ((plan, "plan"), (output, "page"), (fold if result.folds else None, "folded checkpoint")):
             if path is not None:
                 typer.echo(f"Wrote the {what} to {path}.")
@@ -144,7 +144,7 @@ def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
             f"  {name:14} expected {_percent(total.loss_change, loss)}{here}, "
             f"{1e3 * total.seconds:.3g} ms per step, weights {total.bytes / 1e6:,.0f} MB"
         )
-    line(f"  {plan.recipe}")
+    line(f"  precision by block: {plan.recipe}")
     if result.frozen_plan is not None:
         line(f"  for convert --recipe, least bytes: {result.frozen_plan.recipe}")
     for row in (row for row in next(iter(result.ranking.values()))[:3]):

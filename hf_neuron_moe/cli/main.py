@@ -15,6 +15,7 @@ from hf_neuron_moe.errors import public
 
 COMMANDS = (
     "demo",
+    "tiny-model",
     "plan",
     "convert",
     "finalize",

@@ -34,7 +34,8 @@ def model_folder(path: Path) -> Iterator[Path]:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' notes about generation configs and the like out of the output."""
+    """Keep transformers' notes about generation configs and the like, and its bars, out of the output."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()

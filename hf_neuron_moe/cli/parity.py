@@ -14,7 +14,7 @@ import typer
 from hf_neuron_moe.activation_policy import activations_from_text
 from hf_neuron_moe.cli.model_folder import quiet_transformers
 from hf_neuron_moe.cli.progress_line import watching
-from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.cli.shared_options import Json, Text
 from hf_neuron_moe.config import PRECISIONS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, not_one_of
 from hf_neuron_moe.precision_map import read_recipe
@@ -30,7 +30,7 @@ def parity(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder with config.json and weights, or a hub id org/name.")
     ],
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help='Text, or .jsonl with "text" or "messages".')],
+    text: Text,
     recipe: Annotated[
         list[str],
         typer.Option("--recipe", metavar="RECIPE", help=f"{', '.join(PRECISIONS)} or a YAML file; repeatable."),

@@ -113,6 +113,11 @@ def _drawn(label: str, watch: Watch, unit: str) -> Iterator[Update]:
         yield update
 
 
+def duration(seconds: float) -> str:
+    """A time in seconds or minutes."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
 def in_words(nbytes: float) -> str:
     """A number of bytes for people: ``512 B``, ``1.5 MB``; powers of 1000 as disks and networks count."""
     for unit in ("B", "kB", "MB", "GB"):

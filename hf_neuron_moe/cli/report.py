@@ -15,7 +15,8 @@ _SUFFIXES = {".md": "md", ".json": "json"}
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Output folder of a run or of several.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: report.html in RUN_DIR.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Default: report.html in RUN_DIR; - prints."),
     ] = None,
     form: Annotated[
         str | None, choice(("html", "md", "json"), "--format", text="Form of FILE. Default: by its suffix, else html.")
@@ -28,10 +29,16 @@ def report(
     Results, loss curves, patch map, saved bytes, quantization health, expert load, environment; reads the files of
     NeuronMoETrainer and the parity.json of the parity study. The page is one file and loads nothing from a network.
     """
-    from hf_neuron_moe.report import read_runs, write_report
+    from hf_neuron_moe.report import read_runs, render, write_report
 
     form = form or _SUFFIXES.get(output.suffix if output else "", "html")
+    printed = str(output) == "-"
+    if printed and (as_json or open_it):
+        raise typer.BadParameter("leave out --json and --open, or name a file.", param_hint="-o -")
     contents = read_runs(run_dir)
+    if printed:
+        typer.echo(render(contents, form))
+        return
     target = output or run_dir / f"report.{form}"
     size = write_report(contents, target, form)
     runs, studies = len(contents.runs), len(contents.studies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from hf_neuron_moe.config import BLOCK_SIZES
-from hf_neuron_moe.errors import nearest
+from hf_neuron_moe.errors import DestinationError, DiskError, nearest
 
+PACKAGE = "package:"
 LEAST_BARE_BYTES = 1_000_000  # Below this, a size is taken only with its unit
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -21,6 +23,18 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 def tell(as_json: bool, facts: Mapping[str, Any], *lines: str) -> None:
     """Print a command's result: `facts` as one JSON object, or `lines` as text."""
     typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
+
+
+def make_folder(folder: Path, fix: str) -> None:
+    """Make a folder that a command writes to; `fix` says how to name another one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise DestinationError.about(str(folder), "a folder", "a file on the way", fix) from error
+    except OSError as error:
+        raise DiskError.about(str(folder), "a folder that can be made", error.strerror, fix) from error
+    if not os.access(folder, os.W_OK):
+        raise DiskError.about(str(folder), "a folder that can be written to", "no permission", fix)
 
 
 def choice(known: tuple[str, ...], *names: str, text: str) -> Any:
@@ -70,7 +84,16 @@ def check_part(text: str | None) -> str | None:
     return text if part_of(text) else None
 
 
+def in_package(path: Path) -> Path:
+    """Return a file's path; ``package:demo/sotu/eval.jsonl`` is one in this package's folder."""
+    inside = str(path).removeprefix(PACKAGE)
+    return path if inside == str(path) else Path(__file__).resolve().parents[1] / inside
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, on errors too.")]
+Text = Annotated[
+    Path, typer.Argument(metavar="TEXT", callback=in_package, help='Text, or .jsonl with "text" or "messages".')
+]
 AnySource = Annotated[
     str, typer.Argument(metavar="SRC", help="Folder with config.json and safetensors files, or a Hub id org/name.")
 ]

@@ -93,7 +93,8 @@ def _run(options: Options, words: list[str], check_only: bool, as_json: bool) ->
         if check_only:
             _, data = check(options)
             facts = {"kind": data.kind, "rows": len(data.train), "output_dir": options.training.output_dir}
-            typer.echo(json.dumps({"ok": True, **facts}) if as_json else f"no mistake found: {facts}")
+            text = f"no mistake found: {len(data.train):,} rows of {data.kind}; a run writes to {facts['output_dir']}"
+            typer.echo(json.dumps({"ok": True, **facts}) if as_json else text)
             return
         metrics = finetune(options, tell=(lambda text: None) if as_json else typer.echo, quiet=as_json)
         if as_json and options.training.process_index == 0:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.errors import ConfigError, NonFiniteWeightsError, public
+from hf_neuron_moe.errors import ConfigError, NonFiniteWeightsError
 
 TEXT_KEY, CHAT_KEY = "text", "messages"
 """The keys of a JSON line: its text, or a chat for the tokenizer's template."""
@@ -59,7 +59,6 @@ def checked_rows(
     return tokenizer, rows_NL
 
 
-@public("text")
 def token_rows(
     path: Path,
     tokenizer: Any,
@@ -97,6 +96,10 @@ def _ids(part: Any, tokenizer: Any, path: Path) -> list[int]:
         return ids
     from jinja2 import TemplateError
 
+    fix = f'Take a model whose tokenizer has one, or lines with the key "{TEXT_KEY}".'
+    if not tokenizer.chat_template:
+        got = f"a chat in {path}, and a tokenizer without a chat template"
+        raise ConfigError.about("text", "without chats, or for a tokenizer with a chat template", got, fix)
     try:
         ids = tokenizer.apply_chat_template(part, return_dict=True)["input_ids"]
     except (TemplateError, TypeError, ValueError) as error:

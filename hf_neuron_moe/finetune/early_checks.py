@@ -60,6 +60,7 @@ def check_run(options: Options) -> bytes | str:
     check_resume(options)
     check_files(options)
     check_needs(options.training)
+    check_leftovers(options)
     if options.training.neuron_patch:
         # A named backend is refused whatever the device.
         resolve_backend(options.training.neuron_backend, torch.device("cpu"))
@@ -72,6 +73,14 @@ def check_run(options: Options) -> bytes | str:
     config = read_config(folder)
     check_training(options, config)
     return config
+
+
+def check_leftovers(options: Options) -> None:
+    """Refuse to write a whole model next to an adapter: ``from_pretrained`` would open its base with that adapter."""
+    folder = options.training.output_dir
+    if not options.lora.lora_rank and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
+        fix = "Name another folder, or set lora_rank as that run did."
+        raise bad("output_dir", "a folder without an adapter when a whole model is trained", repr(folder), fix)
 
 
 def check_files(options: Options) -> None:

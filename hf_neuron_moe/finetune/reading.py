@@ -275,6 +275,8 @@ def _built(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str
     if not values.get("fp16"):
         # TRL trains in bf16 by default, which is an error where there is no accelerator.
         values.setdefault("bf16", torch.accelerator.is_available() and not values.get("use_cpu"))
+    if not torch.accelerator.is_available():
+        values.setdefault("dataloader_pin_memory", False)  # which torch would warn of
     try:
         with warnings.catch_warnings():
             # TRL reads checkpointing by its old name, about which transformers 5.23 and later warn.

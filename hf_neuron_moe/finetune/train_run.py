@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,12 +69,20 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
         TrainingInterrupted: Ctrl-C was pressed; there is a checkpoint to resume from.
     """
     tokenizer, data = check(options)
-    with located(options.places), _old_names():
+    with located(options.places):
         trainer = make_trainer(options, tokenizer, data, tell)
         if quiet:
             for callback in (PrinterCallback, ProgressCallback):
                 trainer.remove_callback(callback)
         return _train(trainer, options, tell)
+
+
+@contextmanager
+def _old_names() -> Iterator[None]:
+    """TRL and peft know checkpointing by its old name, about which transformers 5.23 and later warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+        yield
 
 
 def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _logger.info) -> Any:
@@ -87,15 +96,16 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         more["ref_model"] = reference = load_model(options.model)  # with the same rounding as the model's
         patch(reference, training, options.lora)
     try:
-        trainer: Any = TRAINERS[options.data.method](
-            model=model,
-            args=training,
-            train_dataset=data.train,
-            eval_dataset=data.held_out,
-            processing_class=tokenizer,
-            peft_config=adapters(options.lora, model),
-            **more,
-        )
+        with _old_names():
+            trainer: Any = TRAINERS[options.data.method](
+                model=model,
+                args=training,
+                train_dataset=data.train,
+                eval_dataset=data.held_out,
+                processing_class=tokenizer,
+                peft_config=adapters(options.lora, model),
+                **more,
+            )
     except NeuronMoEError:
         raise
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
@@ -121,17 +131,11 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         held_out = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
         tell(str(report) if report else describe_unpatched(model))
         rows = f"{len(trainer.train_dataset):,} rows of {data.kind}, {held_out:,} to evaluate on"
+        if getattr(training, "packing", False):
+            rows += f"; packed, from {len(data.train):,} and {len(data.held_out or ()):,} in the data"
         tell(f"{trained:,} trainable parameters; {rows}")
         tell(_processes(trainer))
     return trainer
-
-
-@contextmanager
-def _old_names() -> Iterator[None]:
-    """TRL and peft read checkpointing under its old name, about which transformers 5.23 and later warn."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
-        yield
 
 
 def _processes(trainer: Any) -> str:
@@ -153,6 +157,7 @@ def checkpoint_to_resume(options: Options) -> str | bool | None:
     return wish or None
 
 
+@_old_names()
 def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
     out = Path(options.training.output_dir)
     with StopAfterStep() as stop:
@@ -188,6 +193,6 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
         save_merged(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, out / MERGED)
     if trainer.is_world_process_zero():
         shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
-        tell(f"{shown}\nsaved to {out}")
+        tell(f"{shown}\nsaved to {out}\nlook at the run: hf-neuron-moe report {shlex.quote(str(out))} --open")
     trainer.accelerator.wait_for_everyone()  # the first process may still write
     return metrics

@@ -101,7 +101,8 @@ def _run(folder: Path) -> RunData:
     losses: dict[str, dict[float, float]] = {}  # of a step that was evaluated twice the later one
     for record in evaluations or _history(folder.parent / STATE_FILE):
         for key, value in record.items():
-            if key.startswith("eval_") and key.endswith("loss") and isinstance(value, int | float):
+            counts = key.startswith("eval_") and key.endswith("loss") and not key.endswith("aux_loss")
+            if counts and isinstance(value, int | float):
                 losses.setdefault(key, {})[float(record["step"])] = float(value)
     return RunData(name, run, metrics, {key: sorted(values.items()) for key, values in losses.items()}, guard)
 

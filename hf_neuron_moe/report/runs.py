@@ -23,6 +23,7 @@ _LOGGED = (
     ("peak_memory_bytes", "Peak memory", "GiB", 2**30),
 )
 """Key of the metrics, title of the figure, label of its axis and its unit in the key's."""
+_NO_LOSS = "No loss was logged. A run of fewer steps than logging_steps logs none."
 
 
 @dataclass
@@ -109,7 +110,7 @@ def labels(groups: Sequence[Group]) -> list[str]:
 def losses_section(runs: Sequence[RunData]) -> Section:
     """Loss curves, one figure per model; runs of one configuration are one line with a band."""
     drawn = [_losses_figure(model, groups) for model, groups in grouped(runs).items()]
-    return Section("Loss curves", drawn or [Missing("No loss was logged.")])
+    return Section("Loss curves", drawn or [Missing(_NO_LOSS)])
 
 
 def _losses_figure(model: str, groups: Sequence[Group]) -> Figure:

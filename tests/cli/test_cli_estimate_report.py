@@ -190,6 +190,9 @@ def test_report_has_three_forms_and_opens_what_it_wrote(run, tmp_path: Path, mon
     assert json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))["title"] == "Training report: out"
     assert run("report", tmp_path / "out", "-o", tmp_path / "facts.json", "--format", "html").code == 0
     assert (tmp_path / "facts.json").read_text(encoding="utf-8").startswith("<!doctype html>")
+    printed = run("report", tmp_path / "out", "--format", "md", "-o", "-")
+    assert printed.out == (tmp_path / "out" / "report.md").read_text() + "\n" and not Path("-").exists()
+    assert "leave out --json" in run("report", tmp_path / "out", "-o", "-", "--open").err
     wrong = run("report", tmp_path / "out", "--format", "pdf")
     assert wrong.code == 2 and "html, md, json" in wrong.err
     for found, said in ((True, ""), (False, "no web browser found")):

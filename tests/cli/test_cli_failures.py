@@ -165,7 +165,7 @@ def wait(source, destination, options, **keywords):
         destination.with_name("tidied").touch()
 
 # Loading torch and transformers takes seconds, and the command does not need them to be stopped.
-logging = types.SimpleNamespace(set_verbosity_error=lambda: None)
+logging = types.SimpleNamespace(set_verbosity_error=lambda: None, disable_progress_bar=lambda: None)
 stand_in("transformers")
 stand_in("transformers.utils", logging=logging)
 stand_in("hf_neuron_moe.convert", ConvertOptions=dict, convert_checkpoint=wait, __path__=[sys.argv.pop()])

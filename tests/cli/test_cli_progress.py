@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_neuron_moe.cli.progress_line import in_words, watching
+from hf_neuron_moe.cli.progress_line import duration, in_words, watching
 
 
 class Terminal(io.StringIO):
@@ -87,3 +87,7 @@ def test_parts_dry_runs_and_resume_through_the_command_line(model_dir, run, tmp_
     written = {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()}
     assert written == {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     assert {name: len(content) for name, content in written.items()} == dry["files"]
+
+
+def test_times_in_words():
+    assert [duration(seconds) for seconds in (0.4, 89, 91, 3600)] == ["0 s", "89 s", "2 min", "60 min"]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from hf_neuron_moe.explore.run import load_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from make_tiny_model import make_tiny_model
 
 TEXT = Path(__file__).resolve().parents[2] / "data" / "sotu" / "eval.jsonl"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

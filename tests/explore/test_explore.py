@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.cli.main import main
+from hf_neuron_moe.cli.shared_options import in_package
 from hf_neuron_moe.errors import NeuronMoEError
 from hf_neuron_moe.explore import run as running
 from hf_neuron_moe.explore.explore_page import short_blocks, write_explore_page
@@ -81,7 +82,14 @@ def test_text_for_people_who_have_nothing_to_fold(model_dir, tmp_path, monkeypat
     code, out = printed(capsys, monkeypatch, model_dir, TEXT, *sizes, "--fold", "folded")
     assert code == 1 and "folded was not written: no block has an outlier channel" in out, out
     assert list(tmp_path.iterdir()) == []
-    for words in ("Change of the loss by mxfp8", "uniform mxfp8", "Plan for trn3", "(times are estimates)", "dB SQNR"):
+    for words in (
+        "Change of the loss by mxfp8",
+        "uniform mxfp8",
+        "Plan for trn3",
+        "(times are estimates)",
+        "dB SQNR",
+        "precision by block: {",
+    ):
         assert words in out
 
 
@@ -118,7 +126,7 @@ def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeyp
     ("arguments", "words", "code"),
     [
         (["--tokens", 10**6], "text must be at least 999,936 tokens long", 2),
-        (["--length", 4097], "length must be at most 4096, the positions of this model", 2),
+        (["--length", 4097, "--tokens", 32776], "length must be at most 4096, the positions of this model", 2),
         (["--tokens", 64, "--length", 64], "at least 256 (4 rows)", 2),
         (["--formats", "mxfp9"], "formats must be one of bf16, mxfp8", 2),
         (["--formats", "bf16"], "with mxfp8, which is planned", 2),
@@ -193,7 +201,7 @@ def test_a_model_that_is_not_finite_is_refused_by_tensor(model_dir, tmp_path):
         ("empty.txt", "", "got 0 in"),
         ("bad.jsonl", '{"txt": "a"}\n', "line 1 of"),
         ("bad.jsonl", "[1]\n", "line 1 of"),
-        ("bad.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "made of chats of the tokenizer's template"),
+        ("bad.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "tokenizer without a chat template"),
         ("absent.txt", None, "a file that can be read"),
         ("binary.txt", b"\xff\xfe\xff", "UTF-8"),
     ],
@@ -203,7 +211,7 @@ def test_texts_that_do_not_do(name, content, words, tmp_path, model_dir):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(NeuronMoEError, match="text must be") as error:
         explore(model_dir, tmp_path / name, SMALL)
-    assert words in str(error.value)
+    assert words in str(error.value) and str(error.value).startswith("explore: text must be ")
 
 
 @pytest.mark.parametrize(
@@ -239,10 +247,14 @@ def test_rows_of_plain_text_are_those_of_json_lines(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefgh\\n"}\n\n{"text": "ij"}\n')
     rows = [token_rows(tmp_path / name, Bytes(), 9, 3, skip=1).tolist() for name in ("a.txt", "a.jsonl")]
     assert rows[0] == rows[1] == [list(b"bcd"), list(b"efg"), list(b"h\ni")]
+    assert in_package(Path("package:demo/sotu/eval.jsonl")).read_bytes() == TEXT.read_bytes()
+    assert in_package(Path("text.txt")) == Path("text.txt")
 
 
 def test_chats_are_cut_by_the_tokenizers_template(tmp_path):
     class Chats:
+        chat_template = "of three words"
+
         def apply_chat_template(self, chat, return_dict):
             return {"input_ids": [len(message["content"]) for message in chat]}
 

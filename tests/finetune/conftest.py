@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from make_tiny_model import make_tiny_model
-from transformers import AutoTokenizer
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from hf_neuron_moe.demo.tiny_model import CHAT_TEMPLATE, make_tiny_model
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -32,10 +22,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def make_chat_model(family: str, folder: Path) -> Path:
     """Write a model whose tokenizer has a chat template, with few positions."""
-    make_tiny_model(family, folder, max_position_embeddings=512)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    make_tiny_model(family, folder, chat_template=CHAT_TEMPLATE, max_position_embeddings=512)
     return folder
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from make_tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from hf_neuron_moe.finetune import check, configs, model_files, read_options
@@ -102,6 +102,15 @@ def test_a_default_length_is_lowered_to_the_models_positions(models: dict[str, P
     check(run)
     assert run.training.max_length == 512
     assert not (tmp_path / "o").exists(), "nothing is left behind"
+
+
+def test_a_whole_model_is_not_written_next_to_an_adapter(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    given = ["--model", str(models["llama"]), "--train_files", "rows.txt", "--use_cpu", "--output_dir", "out"]
+    with refused(ConfigError, "output_dir", "a folder without an adapter", got="'out'"):
+        check(read_options(given))
+    check(read_options([*given, "--lora_rank", "4"]))
 
 
 @pytest.mark.parametrize(

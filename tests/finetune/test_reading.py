@@ -7,10 +7,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-from make_tiny_model import tiny_config
+import torch
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe import patch_model
+from hf_neuron_moe.demo.tiny_model import tiny_config
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, UnsupportedModelError, nearest
 from hf_neuron_moe.finetune import configs, read_options
 from hf_neuron_moe.finetune.data import files_of
@@ -229,6 +230,13 @@ def test_bf16_without_a_device_says_what_to_do() -> None:
         read_options(["llama-3-8b"])
     with pytest.raises(NeuronMoEError, match="nki is not installed"):
         read_options(["trn2-olmoe"])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory is pinned for an accelerator")
+def test_memory_is_not_pinned_for_a_processor_unless_asked_for() -> None:
+    given = ["--model", "m", "--train_files", "a.txt"]
+    assert read_options(given).training.dataloader_pin_memory is False, "torch warns of it"
+    assert read_options([*given, "--dataloader_pin_memory", "true"]).training.dataloader_pin_memory is True
 
 
 def test_names_from_elsewhere_are_not_ours_and_lead_to_ours() -> None:

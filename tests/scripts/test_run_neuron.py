@@ -10,10 +10,10 @@ from pathlib import Path
 
 import neuron_check
 import pytest
-from make_tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning
 from hf_neuron_moe.finetune import finetune, read_options
 from hf_neuron_moe.finetune.model import describe_unpatched, patch

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_tiny_model import byte_tokenizer, make_tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from upcycle_gpt_oss import E2M1, save_mxfp4, to_mxfp4, upcycle
 
+from hf_neuron_moe.demo.tiny_model import byte_tokenizer, make_tiny_model
 from hf_neuron_moe.finetune import finetune, read_options
 from hf_neuron_moe.formats import dequantize_mxfp4_blocks
 from tests.finetune.data_files import ROWS, losses, words as command, write

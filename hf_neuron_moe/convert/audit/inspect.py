@@ -85,7 +85,9 @@ class InspectReport:
         count = f"{len(self.tensors)} tensors, {nbytes:,} bytes in {files} files"
         lines = [f"{self.directory}: {self.kind}, {count}"]
         if self.options:
-            lines.append("options: " + ", ".join(f"{key} {value}" for key, value in self.options.items()))
+            lines.append(
+                "options: " + ", ".join(f"{key} {value}" for key, value in self.options.items() if value is not None)
+            )
         for layout, entry in self.layouts.items():
             lines.append(f"  {layout}: {entry['tensors']} tensors, {entry['bytes']:,} bytes")
         kinds = [(tensor.name, [tensor]) for tensor in self.tensors]

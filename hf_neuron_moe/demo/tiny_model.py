@@ -1,12 +1,7 @@
-#!/usr/bin/env python3
-"""Write a tiny untrained checkpoint with a tokenizer of one token per byte, to try commands on in seconds.
-
-python scripts/make_tiny_model.py mixtral .cache/tiny-mixtral
-"""
+"""A tiny untrained checkpoint with a tokenizer of one token per byte, to try commands on in seconds."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""It marks the answers, so that the loss can be on them alone."""
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -33,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Return a tokenizer of the 256 bytes and an end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +42,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["a"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    made.chat_template = chat_template
+    return made
 
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
@@ -51,25 +54,8 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     return AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family], **ids, **changes})
 
 
-def make_tiny_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> None:
+def make_tiny_model(family: str, folder: Path, seed: int = 0, chat_template: str | None = None, **changes: Any) -> None:
     """Write model and tokenizer to `folder`; `changes` go to the configuration."""
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(tiny_config(family, **changes)).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("family", choices=sorted(FAMILIES))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    make_tiny_model(arguments.family, arguments.folder, arguments.seed)
-    print(arguments.folder)
-
-
-if __name__ == "__main__":
-    main()
+    byte_tokenizer(chat_template).save_pretrained(folder)
