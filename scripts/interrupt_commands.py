@@ -111,7 +111,9 @@ def interrupted(child: int, moment: float) -> tuple[int, float]:
 
 def failure_of(code: int, err: str) -> str:
     """Return what is wrong with how a child ended; nothing where it is right."""
-    if code == -signal.SIGINT and not err:  # before Python itself has begun: the shell reports 130
+    # Before Python itself has begun, or where code that a package made of a string was stopped, Python ends the process
+    # by the signal. A shell reports 130 for that.
+    if code == -signal.SIGINT and err in ("", "interrupted\n"):
         return ""
     if code not in ENDS:
         return f"exit code {code}: {err[-400:]}"
