@@ -23,7 +23,16 @@ from typing import Any
 import torch
 
 from hf_neuron_moe import kernels
-from hf_neuron_moe.reference.specification import FAMILIES, LIMITS, Constraint, constraints, family, unsupported
+from hf_neuron_moe.reference.specification import (
+    FAMILIES,
+    LIMITS,
+    Constraint,
+    constraints,
+    entry_key,
+    family,
+    note_of,
+    unsupported,
+)
 from hf_neuron_moe.reference.upstream_bugs import BACKWARD, FORWARD
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -134,7 +143,7 @@ def argument_rows(function: dict[str, Any], shared: dict[str, Any], value: Any, 
     rows = []
     parameters = inspect.signature(value).parameters.values()
     for parameter in parameters:
-        key = matching(parameter.name, own) or matching(parameter.name, shared)
+        key = entry_key(parameter.name, own) or entry_key(parameter.name, shared)
         if key is None:
             raise DocumentationError(f"{name}: argument {parameter.name} is not described")
         entry = own.get(key) or shared[key]
@@ -151,14 +160,6 @@ def argument_rows(function: dict[str, Any], shared: dict[str, Any], value: Any, 
     return rows
 
 
-def note_of(entry: dict[str, Any]) -> str:
-    """Join an argument's dtypes, shape, note and release."""
-    dtypes = " or ".join(entry.get("dtypes", []))
-    shape = " ".join(part for part in (dtypes, f"`{entry['shape']}`" if "shape" in entry else "") if part)
-    note = ": ".join(part for part in (shape, entry.get("note", "")) if part)
-    return f"{note}. Since {entry['since']}" if "since" in entry else note
-
-
 def summary(system: int, name: str, rows: list[list[str]]) -> list[str]:
     """One line of the overview: how many arguments are plainly supported, and which are not."""
 
@@ -167,13 +168,6 @@ def summary(system: int, name: str, rows: list[list[str]]) -> list[str]:
 
     supported = sum(row[2] == STATUSES["yes"] for row in rows)
     return [f"{system}", f"[`{name}`](#{name})", str(supported), names("partly"), names("no effect"), names("refused")]
-
-
-def matching(argument: str, entries: dict[str, Any]) -> str | None:
-    """Return the key of an argument: its own name, or the first pattern that fits."""
-    if argument in entries:
-        return argument
-    return next((key for key in entries if fnmatchcase(argument, key)), None)
 
 
 def shown(default: Any) -> str:

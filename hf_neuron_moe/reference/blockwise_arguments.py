@@ -64,9 +64,7 @@ class BackwardArguments:
     skip_dma: SkipMode | None = None  # skip_weight has no effect on values
     compute_dtype: torch.dtype = torch.bfloat16  # fp32: no rounding between the matmuls of bf16 operands
     is_tensor_update_accumulating: bool = True  # False stores rows of dX, for plans that use every token once
-    # Add to the four *_grad_out buffers. Affinity entries are assigned; those of pairs outside of the plan are kept.
-    skip_grad_initialization: bool = False
-    # Of the tiles; no effect on sums but their order.
+    skip_grad_initialization: bool = False  # add to the four *_grad_out buffers
     shard_option: ShardOption | ShardOption229 | str = ShardOption.SHARD_ON_HIDDEN
     affinity_option: AffinityOption | str = AffinityOption.AFFINITY_ON_H  # where the forward multiplied by the affinity
     kernel_type_option: KernelTypeOption | str = KernelTypeOption.DROPLESS  # DROPPING: block e is expert e
@@ -82,12 +80,8 @@ class BackwardArguments:
     accumulation_dtype: torch.dtype | None = None  # of weight and bias gradients without a buffer
     skip_gate_proj: bool = False  # the forward was act(up); gate gradients are zero and up is not masked
     _: KW_ONLY
-    # [E, H], for the affinity's gradient: upstream leaves sum_H dO * down_proj_bias out wherever the bias is not in the
-    # down checkpoint, and always with AFFINITY_ON_I.
-    down_proj_bias: Tensor | None = None
-    # "device": the down checkpoint is without the down bias, as kernels save it; "golden": with it, as upstream's
-    # references save it, so that AFFINITY_ON_H adds nothing.
-    convention: str = "device"
+    down_proj_bias: Tensor | None = None  # [E, H], for the affinity's gradient
+    convention: str = "device"  # or "golden"
     upstream_affinity_grad: bool = False  # leave the bias out of the affinity's gradient as upstream does
     device_limits: bool | None = None  # enforce what device kernels take; None: for bf16 hidden_states
     limits: str | None = None  # "kernel": what device_limits=True enforces; "documented": the page's bounds too

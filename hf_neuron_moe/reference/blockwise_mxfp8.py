@@ -101,7 +101,6 @@ class ForwardMXFP8:
     down_proj_scale: Tensor | None = None
     gate_and_up_proj_bias: Tensor | None = None
     down_proj_bias: Tensor | None = None
-    # False takes limits that bf16 does not hold; they are an error otherwise, because the backward would miss them.
     device_limits: bool | None = None
 
 

@@ -54,8 +54,7 @@ class MoEForward(NamedTuple):
 def moe_cte(arguments: Arguments) -> MoEForward:
     """Forward of the experts over a block plan: the output, and the activations that the implementation returns.
 
-    The arguments are the fields of :class:`~hf_neuron_moe.reference.moe_cte_arguments.Arguments`, described there and
-    in docs/kernels.md.
+    docs/kernels.md says what is refused where.
     """
     return forward(arguments)
 

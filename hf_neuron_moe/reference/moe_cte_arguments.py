@@ -47,11 +47,8 @@ class Arguments:
     block_to_expert: Tensor  # int [N]
     block_size: int  # B
     spec: MoECTESpec  # implementation and its options; MX weight storage is in spec.shard_on_block for all MX ones
-    # [N + 1] (hybrids, required) or [N + 2] (shard_on_block_mx): 1 for blocks with tokens. Without effect on values.
-    conditions: Tensor | None = None
-    # [E, 2, I]; MX [E, pI, 2, ceil(I/512), 4]. Nothing adds 1 for gpt-oss: the caller stores up_bias + 1 and shifts
-    # both up limits by 1.
-    gate_and_up_proj_bias: Tensor | None = None
+    conditions: Tensor | None = None  # [N + 1] (hybrids) or [N + 2] (shard_on_block_mx)
+    gate_and_up_proj_bias: Tensor | None = None  # [E, 2, I]; MX [E, pI, 2, ceil(I/512), 4]
     down_proj_bias: Tensor | None = None  # [E, H]
     quantization_config: QuantizationConfig | None = None  # scales that are not given directly
     gate_up_proj_scale: Tensor | None = None  # FP8 (shapes in moe_cte_scales) or MX scales; likewise the next
@@ -62,27 +59,20 @@ class Arguments:
     skip_dma: SkipMode = NO_SKIP  # skip_token says how unused slots are marked; skip_weight has no effect on values
     compute_dtype: torch.dtype = torch.bfloat16  # of values between matmuls with bf16 hidden states; fp32: no rounding
     is_tensor_update_accumulating: bool = True  # False only where every token is in at most one block
-    # What the affinity multiplies. PRE_SCALE (and _DELAYED): the clamped pre-activations in shard_on_i, the input in
-    # shard_on_block and, by the golden convention, everywhere.
     expert_affinities_scaling_mode: ExpertAffinityScaleMode = ExpertAffinityScaleMode.POST_SCALE
     gate_clamp_upper_limit: float | None = None  # of pre-activations; backward from bf16 needs limits that bf16 holds
     gate_clamp_lower_limit: float | None = None
     up_clamp_upper_limit: float | None = None
     up_clamp_lower_limit: float | None = None
-    # Activation scale [T', 1] or [E, 2, 1], multiplied after the weight scale; with STATIC_MX the scale that the hidden
-    # states are quantized with.
-    gate_up_in_scale: Tensor | None = None
+    gate_up_in_scale: Tensor | None = None  # [T', 1] or [E, 2, 1]
     down_in_scale: Tensor | None = None  # [T', 1] or [E, 1], likewise
     accumulation_dtype: torch.dtype | None = None  # of the output; None is that of hidden_states
     skip_gate_proj: bool = False  # h = act(u); the weights keep their layout
     _: KW_ONLY
-    # "device", or "golden" for upstream's numpy reference: PRE_SCALE and down activations as MoEForward says, and MX
-    # without rounding h to bf16 before its quantization.
-    convention: str = "device"
+    convention: str = "device"  # or "golden"
     device_limits: bool | None = None  # enforce the kernels' limits; None: for bf16 by the device convention
     limits: str | None = None  # "kernel": what device_limits=True enforces; "documented": the page's bounds too
-    # Of the online MX quantization: "neuron" (nki 0.5 and later: 2^(emax - 7) for e4m3) or "floor" (2^(emax - 8)).
-    mx_scale_rule: str = "neuron"
+    mx_scale_rule: str = "neuron"  # 2^(emax - 7) for e4m3; "floor": 2^(emax - 8)
     execute: str = "fast"  # "tiles" walks the documented loops, block by block and core by core (block_walk)
     accumulation: str = "convention"  # fp32 sums, rounded once; "device": rounded after every core and block
     upstream_bugs: tuple[str, ...] = ()  # faults of the kernels to compute, by the names of upstream_bugs.FORWARD

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import check_flags, check_record, shown
 from hf_neuron_moe.errors import ConfigError, naming, nearest, public
-from hf_neuron_moe.reference.record_fields import described_fields, missing_arguments
+from hf_neuron_moe.reference.specification import argument_notes
 
 EnumT = TypeVar("EnumT", bound=Enum)
 P = ParamSpec("P")
@@ -138,6 +139,16 @@ def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
     raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)
 
 
+def missing_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Name all required arguments that a call leaves out; an empty string for a call that is wrong otherwise."""
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return ""
+    required = [each.name for each in signature.parameters.values() if each.default is each.empty]
+    return f"missing required arguments: {', '.join(repr(name) for name in required if name not in given)}"
+
+
 def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call of the function `name`, whose name stands in the error of a wrong one."""
     try:
@@ -151,12 +162,9 @@ def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: 
 def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
     """Give a function of a record the record's fields as its arguments, with their order, types and defaults.
 
-    The comments at the fields become the part ``Args`` of its docstring.
+    Their notes in the specification become the part ``Args`` of its docstring.
     """
     declared = inspect.signature(record)
-    comments = described_fields(record)
-    described = [(name, comments[name]) for name in declared.parameters if name in comments]
-    listed = "\n".join(f"        {name}: " + f"\n{' ' * 12}".join(lines) for name, lines in described)
 
     def decorate(function: Callable[[RecordT], ReturnT]) -> Callable[P, ReturnT]:
         @functools.wraps(function)
@@ -168,8 +176,10 @@ def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Return
         call.__dict__["__signature__"] = declared.replace(return_annotation=returns)
         hints = get_type_hints(record)
         call.__annotations__ = {name: hints[name] for name in declared.parameters} | {"return": returns}
-        if listed:
-            call.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Args:\n{listed}\n    "
+        notes = argument_notes(function.__name__, declared.parameters)
+        indent = {"initial_indent": " " * 8, "subsequent_indent": " " * 12}
+        lines = [textwrap.fill(f"{name}: {note}", 120, **indent) for name, note in notes.items()]
+        call.__doc__ = "\n".join([f"{(function.__doc__ or '').rstrip()}\n\n    Args:", *lines, "    "])
         return call
 
     return decorate

@@ -36,9 +36,7 @@ class RouterArguments:
     x: Tensor  # [H, T] or [T, H], bf16, fp16 or fp32
     w: Tensor  # [H, E], same dtype
     w_bias: Tensor | None = None  # [1, E] or [E], bf16, fp16 or fp32
-    # Upstream's caller allocates these; here they only name the dtypes of the results (without them fp32, fp32, int32)
-    # and are never written.
-    router_logits: Tensor | None = None  # [T, E]
+    router_logits: Tensor | None = None  # [T, E]; its dtype is the result's, as of the next two
     expert_affinities: Tensor | None = None  # [T, E]
     expert_index: Tensor | None = None  # [T, K]
     act_fn: RouterActFnType | str | None = None  # required: a member or its name in either case

@@ -1,4 +1,4 @@
-"""Functions that take a record's fields as arguments show them: types, comments, and what a call leaves out."""
+"""Functions that take a record's fields as arguments show them: types, notes, and what a call leaves out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from hf_neuron_moe import kernels
 from hf_neuron_moe.reference.moe_types import MoECTESpec
-from hf_neuron_moe.reference.record_fields import described_fields
+from hf_neuron_moe.reference.specification import argument_notes
 
 FUNCTIONS = [
     kernels.moe_cte,
@@ -30,16 +30,19 @@ def test_every_argument_has_a_type_and_a_line(function: Callable[..., Any]) -> N
     assert [line.split(":")[0].strip() for line in described.splitlines() if line[4] != " "] == list(parameters)
 
 
-def test_the_lines_are_the_comments_of_the_record() -> None:
+def test_the_lines_are_the_notes_of_the_specification() -> None:
     assert typing.get_type_hints(kernels.moe_cte)["spec"] is MoECTESpec
     text = str(inspect.getdoc(kernels.moe_cte))
-    assert "\n    down_proj_bias: [E, H]\n" in text
-    assert "up_bias + 1 and shifts\n        both up limits by 1." in text
+    assert "\n    down_proj_bias: `[E, H]`: only together with the other. Added once" in text
+    assert max(map(len, text.splitlines())) <= 116
 
 
-def test_a_record_without_a_file_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linecache.getlines", lambda name: [])
-    assert described_fields(MoECTESpec) == {}
+def test_a_functions_own_note_goes_before_its_familys() -> None:
+    own = "bfloat16 `[T', H]`: fp32 and float16 are refused; a sink row has to be zero"
+    assert argument_notes("blockwise_mm_fwd_mxfp8", ["hidden_states", "down_proj_scale"]) == {
+        "hidden_states": own,
+        "down_proj_scale": "the layout of pre-quantized weights is not documented",
+    }
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

@@ -14,6 +14,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,27 @@ def described_function(name: str, function: str) -> dict[str, Any]:
     """Return the row of one function of a family."""
     found: dict[str, Any] = next(row for row in family(name)["function"] if row["name"] == function)
     return found
+
+
+def entry_key(argument: str, entries: Mapping[str, Any]) -> str | None:
+    """Return the key of an argument among entries by name: its own, or the first pattern that fits."""
+    return next((key for key in (argument, *entries) if key in entries and fnmatchcase(argument, key)), None)
+
+
+def note_of(entry: Mapping[str, Any]) -> str:
+    """Join an argument's dtypes, shape, note and release."""
+    dtypes = " or ".join(entry.get("dtypes", []))
+    shape = " ".join(part for part in (dtypes, f"`{entry['shape']}`" if "shape" in entry else "") if part)
+    note = ": ".join(part for part in (shape, entry.get("note", "")) if part)
+    return f"{note}. Since {entry['since']}" if "since" in entry else note
+
+
+def argument_notes(function: str, arguments: Iterable[str]) -> dict[str, str]:
+    """Return what the specification says of the `arguments` of a function, by name."""
+    name = next(name for name in FAMILIES if any(row["name"] == function for row in family(name)["function"]))
+    own = described_function(name, function)["arguments"]
+    entries = own | family(name).get("arguments", {}) | own  # its own first, and rather than the family's
+    return {argument: note_of(entries[entry_key(argument, entries) or argument]) for argument in arguments}
 
 
 def dtype_name(value: object) -> str:
