@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.setting import machine
+from benchmarks.setting import machine, restart_with_isa
 from hf_neuron_moe.explore.inputs import token_rows
 from hf_neuron_moe.explore.measure import loss_sum
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
@@ -176,7 +176,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30, help="of mixtral: the first and last of smollm2's")
     parser.add_argument("--held-out", type=int, default=8192, help="tokens that plans are compared on")
     parser.add_argument("--json", type=Path, default=Path("explore.json"))
+    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
     arguments = parser.parse_args()
+    if arguments.isa:
+        restart_with_isa(arguments.isa)
     results = []
     for subject in arguments.only:
         options = Options(tokens=arguments.tokens, length=arguments.length, verify=10**6)

@@ -34,6 +34,7 @@ from study_models import SUBJECTS, Study
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.setting import restart_with_isa
 from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments, patch_model
 from hf_neuron_moe.recipes.variant_runs import batches
 from hf_neuron_moe.training import find_last_complete
@@ -63,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="SmolLM2's folder (default: from its PyPI wheel, as in the demo)")
     parser.add_argument("--cost-only", action="store_true")
     parser.add_argument("--pairs", type=int, default=7, help="steps with and without the guard, for the cost")
+    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
     return parser.parse_args()
 
 
@@ -122,6 +124,8 @@ def cost(model: PreTrainedModel, precision: str, pairs: int) -> tuple[float, flo
 
 def main() -> None:
     asked = parse_arguments()
+    if asked.isa:
+        restart_with_isa(asked.isa)
     transformers_logging.set_verbosity_error()
     console = Console(width=120)
     table = Table("model", "precision", "step (CPU s)", "looked at", f"cost at every {DEFAULT_GUARD_STEPS} steps")
