@@ -59,6 +59,12 @@ class NeuronMoEError(Exception):
         self.where = where
         return self
 
+    def prefixed(self, prefix: str) -> Self:
+        """Put `prefix` before the argument's name, where the caller knows it by that; return the error."""
+        if self.argument and str(self.args[0]).startswith(self.argument):
+            self.argument, self.args = prefix + self.argument, (f"{prefix}{self.args[0]}",)
+        return self
+
     def __str__(self) -> str:
         return f"{self.where}: {super().__str__()}" if self.where else super().__str__()
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
-from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning, naming, nearest
+from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning, naming, nearest, not_one_of
 from hf_neuron_moe.finetune.data import files_of
 from hf_neuron_moe.finetune.model_files import (
     CONFIG_FILE,
@@ -61,9 +62,12 @@ def check_run(options: Options) -> bytes | str:
     check_files(options)
     check_needs(options.training)
     check_leftovers(options)
+    check_loading(options)
     if options.training.neuron_patch:
-        # A named backend is refused whatever the device.
-        resolve_backend(options.training.neuron_backend, torch.device("cpu"))
+        try:  # a named backend is refused whatever the device
+            resolve_backend(options.training.neuron_backend, torch.device("cpu"))
+        except NeuronMoEError as error:
+            raise error.prefixed("neuron_") from None
     model = options.model
     if model.tokenizer:
         folder_of("tokenizer", model.tokenizer, "main")
@@ -76,11 +80,25 @@ def check_run(options: Options) -> bytes | str:
 
 
 def check_leftovers(options: Options) -> None:
-    """Refuse to write a whole model next to an adapter: ``from_pretrained`` would open its base with that adapter."""
-    folder = options.training.output_dir
-    if not options.lora.lora_rank and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
+    """Refuse to write a whole model next to an adapter, or the reverse: ``from_pretrained`` opens only one of them."""
+    folder, adapters = options.training.output_dir, bool(options.lora.lora_rank)
+    if not adapters and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
         fix = "Name another folder, or set lora_rank as that run did."
         raise bad("output_dir", "a folder without an adapter when a whole model is trained", repr(folder), fix)
+    if adapters and any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        fix = "Name another folder, or train the whole model as that run did (lora_rank: 0)."
+        raise bad("output_dir", "a folder without a whole model when adapters are trained", repr(folder), fix)
+
+
+def check_loading(options: Options) -> None:
+    """Refuse ways of attention that transformers does not know, and data that nobody would prepare."""
+    way = options.model.attn_implementation
+    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if way and "/" not in way and way.rpartition("|")[2] not in known:  # a kernel of the Hub is a name with a slash
+        raise not_one_of("attn_implementation", way, known).named("train")
+    if (getattr(options.training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        fix = "Leave it out. For data that is tokenized already, use TRL's SFTTrainer in a script of your own."
+        raise bad("dataset_kwargs", "without skip_prepare_dataset, since this command reads text", "true", fix)
 
 
 def check_files(options: Options) -> None:

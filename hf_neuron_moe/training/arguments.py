@@ -13,7 +13,7 @@ from hf_neuron_moe.activation_policy import activations_from_text, mapping_from_
 from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron.versions import settle_environment
 from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, known_names, public
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, known_names, public
 from hf_neuron_moe.precision_map import read_recipe
 
 DEFAULT_HEALTH_STEPS = 100
@@ -145,7 +145,10 @@ class NeuronMoEArguments:
             options["precision"] = mapping_from_text(options["precision"], "neuron_precision", expected)
         if isinstance(options["activations"], str):
             options["activations"] = activations_from_text(options["activations"], "neuron_activations")
-        return NeuronMoEConfig(**options)
+        try:
+            return NeuronMoEConfig(**options)
+        except NeuronMoEError as error:
+            raise error.prefixed("neuron_") from None
 
 
 @_with_known_names

@@ -88,12 +88,15 @@ def test_every_mistake_names_file_and_line(models: dict[str, Path], tmp_path: Pa
         ("train_files: rows.txt\nresume_from_checkpoint: runs/nope", "resume_from_checkpoint", "'runs/nope'"),
         ("train_files: rows.txt\nchat_template_path: no.jinja", "chat_template_path", "nothing at no.jinja"),
         ("train_files: rows.txt\neval_files: no.txt", "eval_files", "nothing at no.txt"),
+        ("train_files: rows.txt\nneuron_backend: foo", "neuron_backend", "'foo'"),
+        ("train_files: rows.txt\nattn_implementation: spda", "attn_implementation", "'spda'"),
+        ("train_files: rows.txt\ndataset_kwargs: {skip_prepare_dataset: true}", "dataset_kwargs", "true"),
     ):
         file.write_text(f"{head}{line}\n", encoding="utf-8")
         with refused(ConfigError, argument, got=got, where=f"{file}, line {3 + line.count(chr(10))}"):
             check(read_options([str(file)]))
     file.write_text(f"{head}train_files: rows.txt\nneuron_backend: nki-sim\n", encoding="utf-8")
-    with refused(BackendUnavailableError, "backend", where=f"{file}, line 4"):
+    with refused(BackendUnavailableError, "neuron_backend", where=f"{file}, line 4"):
         check(read_options([str(file)]))
 
 
@@ -111,6 +114,15 @@ def test_a_whole_model_is_not_written_next_to_an_adapter(models: dict[str, Path]
     with refused(ConfigError, "output_dir", "a folder without an adapter", got="'out'"):
         check(read_options(given))
     check(read_options([*given, "--lora_rank", "4"]))
+
+
+def test_an_adapter_is_not_written_next_to_a_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")
+    given = ["--model", str(models["llama"]), "--train_files", "rows.txt", "--use_cpu", "--output_dir", "out"]
+    with refused(ConfigError, "output_dir", "a folder without a whole model", got="'out'"):
+        check(read_options([*given, "--lora_rank", "4"]))
+    check(read_options(given))
 
 
 @pytest.mark.parametrize(
