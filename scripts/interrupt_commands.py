@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ COMMANDS = {
     "inspect": "inspect made --source model",
     "verify": "verify made --source model --probes 0",
     "convert": "convert model {new} --precision mxfp8",
+    "finalize": "finalize model {new}",
     "export": "export made {new} --allow-inexact",
     "explore": "explore model text.txt --tokens 256 --length 64",
     "parity": "parity model text.txt --recipe mxfp8 --steps 4 --batch 1 --length 32 -o {new}",
@@ -57,7 +59,8 @@ def make_inputs(folder: Path, names: Sequence[str]) -> None:
     make_tiny_model("mixtral", folder / "model", num_hidden_layers=1)
     (folder / "text.txt").write_text("The state of the Union is tested once more.\n\n" * 60, encoding="utf-8")
     runs = ["demo --tiny --steps 1 -o demo"] if "report" in names else []
-    for line in ("convert model made --precision mxfp8", *runs):
+    parts = [f"convert model parts --precision mxfp8 --part {number}/2" for number in (1, 2)]
+    for line in ("convert model made --precision mxfp8", *(parts if "finalize" in names else []), *runs):
         child = start(line, folder)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
             raise SystemExit(f"{line}: {(folder / 'err').read_text(encoding='utf-8')}")
@@ -91,6 +94,13 @@ def start(line: str, folder: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def start_new(name: str, new: str, folder: Path) -> int:
+    """Start a command that writes to `new`; beside it lie the parts that ``finalize`` joins."""
+    if name == "finalize":
+        shutil.copytree(folder / "parts.partial", folder / f"{new}.partial")
+    return start(COMMANDS[name].format(new=new), folder)
 
 
 def interrupted(child: int, moment: float) -> tuple[int, float]:
@@ -131,7 +141,7 @@ def failures(names: Sequence[str], moments: int, seed: int) -> Iterator[str]:
         folder = Path(place)
         make_inputs(folder, names)
         for name in names:
-            child = start(COMMANDS[name].format(new=f"{name}-whole"), folder)
+            child = start_new(name, f"{name}-whole", folder)
             code, whole = interrupted(child, 10 * LONGEST)
             if code not in ENDS[:-1] or (found := failure_of(code, (folder / "err").read_text(encoding="utf-8"))):
                 yield f"{name}, not interrupted: {code} {(folder / 'err').read_text(encoding='utf-8')[-600:]}"
@@ -139,7 +149,7 @@ def failures(names: Sequence[str], moments: int, seed: int) -> Iterator[str]:
             print(f"{name}: {whole:.1f} s", file=sys.stderr)
             for number in range(moments):
                 moment = chosen.uniform(0.1, max(0.2, whole))
-                child = start(COMMANDS[name].format(new=f"{name}{number}"), folder)
+                child = start_new(name, f"{name}{number}", folder)
                 code, _ = interrupted(child, moment)
                 if found := failure_of(code, (folder / "err").read_text(encoding="utf-8")):
                     yield f"{name} at {moment:.2f} of {whole:.2f} s: {found}"

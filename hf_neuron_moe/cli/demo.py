@@ -73,7 +73,7 @@ def demo(
         tell(True, facts)
         return
     _table(HEADINGS, rows(found))
-    tell(False, facts, verdict(found), f"{page}: open it in a browser. What it shows: docs/demo.md.")
+    tell(False, facts, verdict(found), f"{page}: open it in a browser.")
 
 
 def _show(quiet: bool, text: str) -> None:

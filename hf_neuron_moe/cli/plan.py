@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hf_neuron_moe.backends import BACKENDS
 from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
 from hf_neuron_moe.cli.precision_options import Recipe, precision_asked
 from hf_neuron_moe.cli.shared_options import Json, choice
@@ -20,6 +21,7 @@ def plan(
     ],
     precision: Annotated[str | None, choice(PRECISIONS, text="Precision of the blocks. Default: bf16.")] = None,
     recipe: Recipe = None,
+    backend: Annotated[str, choice(("auto", *BACKENDS), text="What computes the blocks.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Show what patch_model would do with a model."""
@@ -27,7 +29,7 @@ def plan(
     from hf_neuron_moe.patching import patch_model
 
     quiet_transformers()
-    options = {"precision": precision_asked(precision, recipe)}
+    options = {"precision": precision_asked(precision, recipe), "backend": backend}
     with model_folder(model_dir) as folder:
         patched = patch_model(build_meta_model(folder), options, strict=False)
     typer.echo(json.dumps({"ok": True, **patched.to_dict()}, indent=1) if as_json else str(patched))

@@ -33,7 +33,7 @@ COMPILER = "neuronxcc"
 """Module of the compiler's package."""
 _SYSTEM = "Linux x86_64"
 _OLDEST_PYTHON = (3, 12)
-_INSTALLATION = "docs/neuron.md, Installation"
+_INSTALLATION = "docs/neuron.md in the source, Installation"
 
 _FAILURES = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
 """What an installation whose parts do not fit together raises where it is asked about itself."""

@@ -107,8 +107,9 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
     text = run("plan", tmp_path)
     assert text.code == 0, text.err
     assert "1 patched, 0 skipped, 0 refused" in text.out
-    as_json = json.loads(run("plan", tmp_path, "--precision", "mxfp8", "--json").out)
+    as_json = json.loads(run("plan", tmp_path, "--precision", "mxfp8", "--backend", "torch-grouped", "--json").out)
     assert as_json["ok"] is True
+    assert as_json["config"]["backend"] == "torch-grouped"
     assert as_json["config"]["precision"] == "mxfp8"
     assert [entry["name"] for entry in as_json["entries"]] == ["model.layers.0.mlp"]
 
