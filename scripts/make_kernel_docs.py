@@ -88,7 +88,8 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
             if not function.get("returns", "").strip():
                 raise DocumentationError(f"{function['name']}: what it returns is not described")
             returns = f"**Returns** {function['returns'].strip()}"
-            blocks += [f"### `{function['name']}`", function["text"].strip(), returns, table(ARGUMENT_HEAD, rows)]
+            blocks += [f"### `{function['name']}`", function["text"].strip(), returns]
+            blocks += [table(ARGUMENT_HEAD, rows)] if rows else []
             overview.append(summary(number, function["name"], rows))
         if unused:
             raise DocumentationError(f"{system['title']}: no function has the arguments {sorted(unused)}")
@@ -153,7 +154,9 @@ def argument_rows(function: dict[str, Any], shared: dict[str, Any], value: Any, 
         if entry.get("support") not in STATUSES or not entry.keys() & {"note", "shape"} or entry.keys() - KEYS:
             raise DocumentationError(f"{name}: {parameter.name} is {entry!r}, not support with a shape or a note")
         support, note = STATUSES[entry["support"]], note_of(entry)
-        rows.append([f"`{parameter.name}`{keyword}", shown(parameter.default), support, note])
+        any_name = parameter.kind is inspect.Parameter.VAR_KEYWORD
+        written = f"`{'**' if any_name else ''}{parameter.name}`{keyword}"
+        rows.append([written, "" if any_name else shown(parameter.default), support, note])
     extra = [key for key in own if not any(fnmatchcase(parameter.name, key) for parameter in parameters)]
     if extra:
         raise DocumentationError(f"{name}: no such argument {extra}")

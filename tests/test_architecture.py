@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +107,7 @@ def test_a_value_goes_through_the_files_of_the_documentation(monkeypatch: pytest
     walk = code_figures.walk_of(code_figures.ROOT)
     assert [name for name in entered if name in walk][:4] == walk[:4]
     assert set(walk) <= entered.keys()
+    page = (code_figures.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## A value's way")[2].partition("On Trainium")[0]
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", section)}
+    assert [name for name in entered if Path(name).name not in named] == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -56,9 +55,15 @@ def installed_version(module: str) -> str | None:
     loaded = getattr(sys.modules.get(module), "__version__", None)
     if isinstance(loaded, str):
         return loaded
+    return _of_distribution(PACKAGES[module])
+
+
+def _of_distribution(name: str) -> str | None:
+    from importlib import metadata  # costs --help time, which needs none of it
+
     try:
-        return importlib.metadata.version(PACKAGES[module])
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
         return None
 
 
@@ -126,11 +131,8 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
 def pairing() -> str | None:
     """Return why AWS does not name the installed torch-neuronx and torch as a pair, or None; told, not refused."""
     plugin = installed_version("torch_neuronx")
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if plugin is None or release(plugin)[:2] == release(torch)[:2]:
+    torch = _of_distribution("torch")
+    if plugin is None or torch is None or release(plugin)[:2] == release(torch)[:2]:
         return None
     wanted = ".".join(map(str, release(plugin)[:2]))
     return f"torch-neuronx {plugin} is documented with torch {wanted}, and torch is {torch}: install a matching pair"
