@@ -170,7 +170,7 @@ class Network(NamedTuple):
         # The last group may be shorter: its last value once more changes no scale.
         columns_CQ = (index_C[:, None] // GROUP * GROUP + inside).clamp(max=gate_RI.shape[1] - 1)
         values_RCQ = self.activation(gate_RI[:, columns_CQ].double(), gate_RI)
-        return fp8_groups(values_RCQ)[:, torch.arange(len(index_C)), index_C % GROUP]
+        return fp8_groups(values_RCQ)[:, torch.arange(len(index_C), device=index_C.device), index_C % GROUP]
 
     def inner(
         self, dout_RH: Tensor, gate: Tensor | None, up: Tensor, scale_R: Tensor | None, act: Tensor | None = None
@@ -182,7 +182,7 @@ class Network(NamedTuple):
         precision, slopes_round = self.precision, self.precision == "mxfp8" and gate is not None and not self.fp8
         d_inter = self.product(dout_RH, self.down_HI.t(), forward=False).value()
         if self.fp8 and gate is not None:
-            act = self.fp8_activation(gate, torch.arange(gate.shape[1])) if act is None else act
+            act = self.fp8_activation(gate, torch.arange(gate.shape[1], device=gate.device)) if act is None else act
             product = act * self.up_value(up)
         else:
             act, product = self._products(gate, up)
