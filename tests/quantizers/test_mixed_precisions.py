@@ -258,6 +258,12 @@ def test_refused_options(options: dict[str, Any], argument: str, says: str) -> N
         ConvertOptions(**options)
 
 
+def test_a_product_goes_before_its_block() -> None:
+    own = ConvertOptions({"*": "mxfp4", "*.experts": "mxfp8", "*.experts.down_proj": "mxfp4"})
+    weights = ("a.experts.gate_up_proj", "a.experts.down_proj", "a.experts.down_proj.weight", "a.mlp.down_proj.weight")
+    assert [own.of(weight).precision for weight in weights] == ["mxfp8", "mxfp4", "mxfp4", "mxfp4"]
+
+
 def test_products_are_for_conversions_only() -> None:
     with refused(ConfigError, "precision", "single products.*Name the block: 'model.layers.0.mlp.experts'"):
         NeuronMoEConfig(precision={"*": "mxfp8", "model.layers.0.mlp.experts.down_proj": "bf16"})
