@@ -13,6 +13,9 @@ from hf_neuron_moe.errors import ConfigError, nearest
 DEFAULT_GLOB = "*"
 """The entry of a map for blocks that none of its other globs matches."""
 
+PRODUCTS = ("gate_up_proj", "down_proj")
+"""What a glob ends in that is about one product of experts; only conversions take such globs."""
+
 MAX_RECIPE_BYTES = 1_000_000
 
 _FORM = f'a mapping such as {{"{DEFAULT_GLOB}": "mxfp8", "model.layers.0.*": "bf16"}}'
@@ -42,12 +45,22 @@ class PrecisionMap(dict[str, str]):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """All globs but the default."""
-        return tuple(glob for glob in self if glob != DEFAULT_GLOB)
+        """The globs over names of blocks, without the default."""
+        return tuple(glob for glob in self if glob != DEFAULT_GLOB and not _is_of_product(glob))
 
-    def of(self, names: Sequence[str]) -> str:
-        """Return the precision of the block that has `names`; ConfigError where globs that match it disagree."""
-        matching = [glob for glob in self.globs if fnmatch.filter(names, glob)]
+    @property
+    def product_globs(self) -> tuple[str, ...]:
+        """The globs over names of products."""
+        return tuple(filter(_is_of_product, self))
+
+    def of(self, names: Sequence[str], product: str = "") -> str:
+        """Return the precision of the block that has `names`; ConfigError where globs that match it disagree.
+
+        `product` is one of :data:`PRODUCTS`, whose own globs go before those of its block.
+        """
+        full = [f"{name}.{product}".removeprefix(".") for name in names]
+        matching = [glob for glob in self.product_globs if fnmatch.filter(full, glob)]
+        matching = matching or [glob for glob in self.globs if fnmatch.filter(names, glob)]
         if len({self[glob] for glob in matching}) > 1:
             expected = "made of globs of which those that match one block give it one precision"
             given = " and ".join(f"{glob!r} ({self[glob]})" for glob in matching)
@@ -70,6 +83,10 @@ def as_precision(value: Any, allowed: tuple[str, ...]) -> Precision:
             fix = "Put the glob into quotes."
             raise ConfigError.about("precision", "a mapping whose keys are globs over module names", repr(glob), fix)
         _checked(f"precision[{glob!r}]", precision, allowed)
+        if _is_of_product(glob) and "mxfp4" not in allowed:
+            expected = "a mapping whose keys are globs over names of blocks: only conversions take single products"
+            fix = f"Name the block: {glob.rpartition('.')[0]!r}."
+            raise ConfigError.about("precision", expected, repr(glob), fix)
     if DEFAULT_GLOB not in value:
         fix = f'Add "{DEFAULT_GLOB}" with the precision of the blocks that no other glob matches.'
         raise ConfigError.about("precision", f'{_FORM}, with the key "{DEFAULT_GLOB}"', repr(dict(value)), fix)
@@ -92,6 +109,10 @@ def spelled(precision: object) -> str:
         return str(precision)
     others = [f"{glob}: {name}" for glob, name in precision.items() if glob != DEFAULT_GLOB]
     return ", ".join([str(precision.get(DEFAULT_GLOB, "?")), *others])
+
+
+def _is_of_product(glob: str) -> bool:
+    return glob.rpartition(".")[2] in PRODUCTS
 
 
 def _checked(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

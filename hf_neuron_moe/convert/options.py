@@ -25,7 +25,8 @@ class ConvertOptions:
     precision: Any = "bf16"
     """``"bf16"``; ``"mxfp8"``, e4m3 codes with one scale byte per 32 values of the contraction axis; or ``"mxfp4"``,
     e2m1 codes likewise, which only the inference kernels of experts take. A mapping gives blocks their own, by glob
-    over module names, as in :class:`hf_neuron_moe.NeuronMoEConfig`."""
+    over module names, as in :class:`hf_neuron_moe.NeuronMoEConfig`. Here a glob that ends in ``.gate_up_proj`` or
+    ``.down_proj`` gives one product of experts ``"mxfp8"`` beside the other's ``"mxfp4"``, or the other way round."""
     layout: str = "kernel"  # ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'
     max_shard_bytes: int = 5_000_000_000
     """A shard is closed before it would grow beyond this; a larger weight gets its own."""
@@ -102,10 +103,11 @@ class ConvertOptions:
         return (FORWARD,) if self.purpose == "inference" or not self.quantized else (FORWARD, BACKWARD)
 
     def of(self, weight: str) -> ConvertOptions:
-        """Return the options of the block that a fused weight of this name belongs to: those with its precision."""
+        """Return the options of a fused weight: those with its own precision, or that of its block."""
         if not isinstance(self.precision, PrecisionMap):
             return self
-        own = self.precision.of((weight.removesuffix(".weight").rpartition(".")[0],))
+        block, _, product = weight.removesuffix(".weight").rpartition(".")
+        own = self.precision.of((block,), product)
         left_out: dict[str, Any] = {"scales": None, "scale_rule": None} if own == "bf16" else {}
         return replace(self, precision=own, **left_out)
 

@@ -116,7 +116,15 @@ def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weig
     """Refuse globs that match no block or disagree about one, and precisions that no block can have."""
     if isinstance(options.precision, PrecisionMap):
         check_globs("precision", options.precision.globs, [(candidate.name,) for candidate in candidates])
+        products = [(name,) for name, weight in weights.items() if weight.has_experts]
+        check_globs("precision", options.precision.product_globs, products, "a product of experts")
     own = {name: options.of(name).precision for name in weights}
+    for names in grouped(weights, lambda name: name.removesuffix(".weight").rpartition(".")[0]).values():
+        kinds = [own[name] for name in names]
+        if len({*kinds}) > 1 and not (weights[names[0]].has_experts and "bf16" not in kinds):
+            expected = "one for both products of a block; only those of experts may be mxfp8 and mxfp4"
+            got = " and ".join(f"{kind} for {name}" for name, kind in zip(names, kinds, strict=True))
+            raise ConversionError.about("precision", expected, got, "Name the block, or narrow the glob.")
     if options.quantized and set(own.values()) == {"bf16"}:
         fix = "Use --precision bf16, or narrow the globs."
         raise ConversionError.about("precision", "MX for at least one block", f"bf16 for all {len(own)} weights", fix)
@@ -204,12 +212,14 @@ def _network(candidate: Candidate, assignments: dict[str, Assignment]) -> Networ
 
 def _with_codes(weights: list[FusedWeight], source: SourceCheckpoint, options: ConvertOptions) -> list[FusedWeight]:
     """Note whether the words of one module's weights can be the source's codes: of all of them, as they share I."""
+    own = {options.of(weight.name).precision for weight in weights}
     pieces = [piece for weight in weights for piece in weight.pieces]
-    codes, coded = codes_kept(pieces, source.encodings), [p for p in pieces if codes_kept([p], source.encodings)]
-    if coded and not codes and options.of(weights[0].name).precision == "mxfp4" and not options.allow_inexact:
-        other = next(piece.source for piece in pieces if piece not in coded)
+    coded = [piece for piece in pieces if codes_kept([piece], source.encodings)]
+    codes = codes_kept(pieces, source.encodings) if len(own) == 1 else ""
+    if coded and not codes and "mxfp4" in own and not options.allow_inexact:
         expected, fix = "kept, as it is in words", "Use --allow-inexact to quantize the decoded values again."
-        got = f"no such codes in {other}, which shares its intermediate axis"
+        other = next((f"no such codes in {p.source}" for p in pieces if p not in coded), "mxfp8 for the other product")
+        got = f"{other}, which shares its intermediate axis"
         raise ConversionError.about(f"codes of {coded[0].source}", expected, got, fix)
     return [replace(weight, codes=codes) for weight in weights]
 

@@ -17,7 +17,7 @@ from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.device.roofline import TorchBlock
 from hf_neuron_moe.device.roofline_math import CHIPS, SOURCE, Chip, Step, floor_of
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.explore.measures import BlockMeasures, Measures
+from hf_neuron_moe.explore.measures import PRODUCTS, BlockMeasures, Measures
 from hf_neuron_moe.precision_map import DEFAULT_GLOB
 
 _DATA = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
@@ -27,6 +27,9 @@ DEVICES = (*CHIPS, *GPUS)
 
 BYTES_PER_WEIGHT = {"bf16": 2.0, "mxfp8": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32}
 """Of a converted checkpoint: a code, and a scale byte for 32 of them."""
+
+MXFP4_PRODUCTS = tuple(f"mxfp4 {product}" for product in PRODUCTS)
+"""One product's weights in mxfp4 and the other's in mxfp8, which no Neuron kernel computes."""
 
 STEPS = 4096
 """Parts of the limit that damages are rounded up to: the plan is optimal for those."""
@@ -67,10 +70,18 @@ class Plan:
 
     @property
     def recipe(self) -> dict[str, str]:
-        """The plan as ``NeuronMoEConfig(precision=...)`` takes it: the commonest precision for all, and exceptions."""
-        names = list(self.precisions.values())
+        """The plan as ``NeuronMoEConfig(precision=...)`` takes it: the commonest precision for all, and exceptions.
+
+        Products of experts, which only a plan of frozen weights names, are what a conversion takes.
+        """
+        names = [precision.partition(" ")[0] for precision in self.precisions.values()]
         common = max(dict.fromkeys(names), key=names.count)
-        own = {block: precision for block, precision in self.precisions.items() if precision != common}
+        own: dict[str, str] = {}
+        for block, precision in self.precisions.items():
+            each = {block: precision}
+            if precision in MXFP4_PRODUCTS:
+                each = {f"{block}.{name}_proj": "mxfp4" if name in precision else "mxfp8" for name in PRODUCTS}
+            own |= {name: precision for name, precision in each.items() if precision != common}
         return {DEFAULT_GLOB: common} | own
 
 
@@ -101,10 +112,13 @@ def costs_of(
         costs[name] = {}
         for precision in precisions:
             computed = "bf16" if precision == "bf16" else "mxfp8"
-            if computed in chip.flops:
+            if computed in chip.flops and (routed or not precision.startswith("mxfp4")):
                 shape = TorchBlock(block.kind, computed, block.hidden, block.inner, step.block_size)
                 seconds = floor_of(shape, chip, step, canonical_keep("minimal", computed), **routed).seconds
-                costs[name][precision] = Cost(seconds, weights * BYTES_PER_WEIGHT[precision])
+                form, _, product = precision.partition(" ")
+                share = {"": 1.0, PRODUCTS[0]: 2 / 3, PRODUCTS[1]: 1 / 3}[product]
+                each = share * BYTES_PER_WEIGHT[form] + (1 - share) * BYTES_PER_WEIGHT["mxfp8"]
+                costs[name][precision] = Cost(seconds, weights * each)
     return costs
 
 
@@ -140,7 +154,7 @@ def make_plan(
         options.append(rows)
     chosen = _cheapest(options)
     precisions = dict(zip(names, chosen, strict=True))
-    kinds = dict.fromkeys(kind for row in costs.values() for kind in row)
+    kinds = [kind for kind in BYTES_PER_WEIGHT if all(kind in row for row in costs.values())]
     uniform = {kind: total_of(measures, costs, dict.fromkeys(names, kind)) for kind in kinds}
     return Plan(precisions, limit, device, step, total_of(measures, costs, precisions), uniform)
 

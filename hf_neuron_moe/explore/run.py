@@ -26,7 +26,7 @@ from hf_neuron_moe.explore.inputs import check_finite, checked_rows
 from hf_neuron_moe.explore.measure import Pass
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
 from hf_neuron_moe.explore.measures import FORMATS, PRODUCTS, Measures
-from hf_neuron_moe.explore.precision_plan import DEVICES, costs_of, limit_of, make_plan
+from hf_neuron_moe.explore.precision_plan import DEVICES, GPUS, MXFP4_PRODUCTS, costs_of, limit_of, make_plan
 from hf_neuron_moe.explore.state import identity_of, load_state, save_state
 from hf_neuron_moe.patching import patch_model
 from hf_neuron_moe.training.blocks import patched_blocks
@@ -153,8 +153,9 @@ def _judged(folder: Path, text: Path, options: Options, measures: Measures) -> E
     """Rank, explain and plan."""
     planned = [form for form in ("mxfp8", "mxfp4") if form in options.formats]
     ranking = {form: _ranked(measures, form) for form in (*planned, *("bf16",) * ("bf16" in options.formats))}
-    costs = costs_of(measures.blocks, measures.tokens, options.device, options.step_tokens, ("bf16", *planned))
-    trained = {name: {kind: cost for kind, cost in row.items() if kind != "mxfp4"} for name, row in costs.items()}
+    kinds = ("bf16", *planned, *MXFP4_PRODUCTS * ("mxfp4" in planned and options.device in GPUS))
+    costs = costs_of(measures.blocks, measures.tokens, options.device, options.step_tokens, kinds)
+    trained = {name: {kind: cost for kind, cost in row.items() if "mxfp4" not in kind} for name, row in costs.items()}
     limit = limit_of(options.budget, measures.loss / measures.tokens)
     where = options.device, options.step_tokens
     plan = make_plan(measures, trained, limit, *where)

@@ -166,7 +166,8 @@ class QuantizedBlock(NeuronBlock):
         """Show the element format and the sizes held."""
         stack, layout = self.neuron_stack, self.neuron_layouts[GATE_UP]
         order = ", permuted" if self.permuted else ""
-        return f"frozen {layout.fmt}, {layout.arrangement}{order}, H={stack.hidden}, I={stack.inner}"
+        formats = " and ".join(dict.fromkeys((layout.fmt, self.neuron_layouts[DOWN].fmt)))
+        return f"frozen {formats}, {layout.arrangement}{order}, H={stack.hidden}, I={stack.inner}"
 
 
 class QuantizedProjection(nn.Module):

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from hf_neuron_moe.errors import ConfigError
 
 
-def check_globs(argument: str, globs: Sequence[str], blocks: Sequence[Sequence[str]]) -> None:
+def check_globs(
+    argument: str, globs: Sequence[str], blocks: Sequence[Sequence[str]], what: str = "an MLP or experts block"
+) -> None:
     """Raise for globs, as :mod:`fnmatch` reads them, that match none of the names of any block."""
     for glob in globs:
         if _matched(glob, blocks):
@@ -19,7 +21,7 @@ def check_globs(argument: str, globs: Sequence[str], blocks: Sequence[Sequence[s
             fix = f"Did you mean {near!r}, which matches {_matched(near, blocks)} of {len(blocks)} blocks?"
         elif blocks:
             fix = f"Correct or remove it. Blocks are named like {blocks[0][0]!r}."
-        raise ConfigError.about(argument, "globs that match the name of an MLP or experts block", repr(glob), fix)
+        raise ConfigError.about(argument, f"globs that match the name of {what}", repr(glob), fix)
 
 
 def suggest(glob: str, blocks: Sequence[Sequence[str]]) -> str | None:

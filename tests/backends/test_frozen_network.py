@@ -61,14 +61,15 @@ def stack_of(gate_up: Tensor, down: Tensor, arrangement: str, scales: str, rule:
 
 
 def words_of(gate_up: Tensor, down: Tensor, fmt: str, packed: bool) -> tuple[MXExpertStack, Tensor, Tensor]:
-    """moe_cte's words of ``[E, 2I, H]`` and ``[E, H, I]``, and the values they hold."""
+    """moe_cte's words of ``[E, 2I, H]`` and ``[E, H, I]``, and the values they hold; `fmt` may name two formats."""
     E, double, H = gate_up.shape
-    first = quantize_moe_gate_up(gate_up.view(E, 2, double // 2, H).permute(0, 3, 1, 2), fmt=fmt)
-    second = quantize_moe_down(down.transpose(1, 2), fmt=fmt)
+    fmts = (fmt.split()[0], fmt.split()[-1])
+    first = quantize_moe_gate_up(gate_up.view(E, 2, double // 2, H).permute(0, 3, 1, 2), fmt=fmts[0])
+    second = quantize_moe_down(down.transpose(1, 2), fmt=fmts[1])
     values = dequantize_moe_gate_up(first).permute(0, 2, 3, 1).reshape(gate_up.shape)
     down_values = dequantize_moe_down(second)[:, : down.shape[2]].transpose(1, 2)
     held = []
-    for weight, scheme in ((first, "one_tile"), (second, "wrapX_single")):
+    for weight, scheme, fmt in zip((first, second), ("one_tile", "wrapX_single"), fmts, strict=True):
         layout = MXLayout(fmt, "words", scheme, "packed" if packed else "compact")
         scales = pack_moe_scales(weight.scales) if packed else weight.scales
         unsigned = torch.uint32 if weight.words.dtype == torch.int32 else torch.uint16
@@ -157,7 +158,7 @@ def test_dense_backward_is_exact_for_the_codes_values(
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1"])
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1", "e2m1 e4m3fn", "e4m3fn e2m1"])
 @pytest.mark.parametrize(
     ("hidden", "inner", "packed"),
     [(512, 96, False), (512, 96, True), (1024, 640, False), (1024, 640, True), (512, 2592, True)],
@@ -341,13 +342,15 @@ def test_gates_and_biases_that_codes_cannot_have(
 
 
 @pytest.mark.thinned(5)
-@pytest.mark.parametrize("stored", ["natural", "swizzled", "words", "packed words", "words of e2m1"])
+@pytest.mark.parametrize("stored", ["natural", "swizzled", "words", "packed words", "words of e2m1", "e2m1 e4m3fn"])
 @pytest.mark.parametrize("activations", ["minimal", "recompute", "fp8"])
 @pytest.mark.parametrize("name", GATED)
 def test_experts_at_once(stored: str, activations: str, name: str) -> None:
     """The forward is that of one after the other, the backward but for a rounding of each expert's part."""
     gate_up, down = wide(6, 512, 512), wide(6, 512, 256, seed=1)
-    if "words" in stored:
+    if stored == "e2m1 e4m3fn":
+        stack = words_of(gate_up, down, stored, packed=False)[0]
+    elif "words" in stored:
         stack = words_of(gate_up, down, "e2m1" if "e2m1" in stored else "e4m3fn", "packed" in stored)[0]
     else:
         stack = stack_of(gate_up, down, stored, "compact")

@@ -211,6 +211,20 @@ def test_one_weight_with_codes_is_quantized_again_on_request_only(tmp_path: Path
     convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp4", pad=True, allow_inexact=True))
 
 
+def test_codes_are_not_kept_where_the_products_have_two_formats(tmp_path: Path) -> None:
+    source, _ = gpt_oss(tmp_path / "src", 64, 64)
+    precision = {"*": "mxfp4", "*.down_proj": "mxfp8"}
+    with refused(
+        ConversionError, f"codes of {EXPERTS}.gate_up_proj", "--allow-inexact", got="mxfp8 for the other product"
+    ):
+        convert_checkpoint(source, tmp_path / "dst", ConvertOptions(precision, pad=True))
+    assert not (tmp_path / "dst").exists()
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions(precision, pad=True, allow_inexact=True))
+    assert manifest is not None and not verify_checkpoint(tmp_path / "dst", source, probes=0).findings
+    layouts = {tensor.layout for tensor in manifest.tensors if tensor.weight.endswith("_proj")}
+    assert layouts >= {"mxfp4_moe_words", "mxfp8_moe_words"} and not any("permuted" in layout for layout in layouts)
+
+
 def test_allowing_it_changes_nothing_where_codes_can_be_kept(tmp_path: Path) -> None:
     source, _ = gpt_oss(tmp_path / "src", 512, 64)
     for name, allowed in (("one", False), ("two", True)):

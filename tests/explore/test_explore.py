@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.cli.shared_options import in_package
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import NeuronMoEError
 from hf_neuron_moe.explore import run as running
 from hf_neuron_moe.explore.explore_page import short_blocks, write_explore_page
 from hf_neuron_moe.explore.inputs import token_rows
 from hf_neuron_moe.explore.measured_changes import losses_of
+from hf_neuron_moe.explore.precision_plan import MXFP4_PRODUCTS, as_yaml, costs_of, total_of
 from hf_neuron_moe.explore.run import Options, explore
 from hf_neuron_moe.explore.state import load_state
+from hf_neuron_moe.precision_map import read_recipe
 from tests.explore.models import TEXT, checkpoint
 
 SMALL = Options(tokens=256, length=64, verify=2)
@@ -226,6 +230,32 @@ def test_texts_that_do_not_do(name, content, words, tmp_path, model_dir):
 )
 def test_blocks_have_short_names_in_pictures(names, expected):
     assert short_blocks(names) == expected
+
+
+def test_a_plan_names_single_products_that_convert_stores(tmp_path):
+    folder = checkpoint(tmp_path / "mixtral", "mixtral")
+    options = replace(SMALL, formats=("mxfp8", "mxfp4"), device="b200")
+    result = explore(folder, TEXT, options)
+    assert result.frozen_plan is not None and set(result.uniform) == {"bf16", "mxfp8", "mxfp4"}
+    blocks = result.measures.blocks
+    costs = costs_of(blocks, result.measures.tokens, "b200", 8192, ("bf16", "mxfp8", "mxfp4", *MXFP4_PRODUCTS))
+    first, second = blocks
+    total = total_of(result.measures, costs, {first: "mxfp4", second: "mxfp4 gate_up"})
+    limit = f"{total.loss_change * (1 + 1e-3):.9g}"
+    found = running._judged(folder, TEXT, replace(options, budget=limit), result.measures).frozen_plan
+    assert found.total.bytes <= total.bytes and set(found.precisions.values()) & set(MXFP4_PRODUCTS)
+    (tmp_path / "plan.yaml").write_text(as_yaml(found, "m"))
+    recipe = read_recipe(tmp_path / "plan.yaml")
+    assert any(name.endswith("_proj") for name in recipe)
+    manifest = convert_checkpoint(folder, tmp_path / "dst", ConvertOptions(recipe, pad=True))
+    for block, kind in found.precisions.items():
+        form, _, product = kind.partition(" ")
+        for name in ("gate_up", "down"):
+            own = form if product in ("", name) else "mxfp8"
+            layouts = {tensor.layout for tensor in manifest.tensors if tensor.weight == f"{block}.{name}_proj"}
+            assert layouts == {f"{own}_moe_words", f"{own}_moe_scales"}
+    on_trn3 = running._judged(folder, TEXT, replace(options, budget=limit, device="trn3"), result.measures).frozen_plan
+    assert not any(name.endswith("_proj") for name in on_trn3.recipe)  # whose kernels take one format
 
 
 def test_the_page_says_what_the_result_holds(model_dir, tmp_path):

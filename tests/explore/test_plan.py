@@ -11,9 +11,19 @@ import torch
 import yaml
 
 from hf_neuron_moe import NeuronMoEConfig
+from hf_neuron_moe.convert import ConvertOptions
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
-from hf_neuron_moe.explore.precision_plan import DEVICES, Cost, as_yaml, costs_of, limit_of, make_plan
+from hf_neuron_moe.explore.precision_plan import (
+    DEVICES,
+    MXFP4_PRODUCTS,
+    Cost,
+    as_yaml,
+    costs_of,
+    limit_of,
+    make_plan,
+    total_of,
+)
 from hf_neuron_moe.training import NeuronMoEArguments
 
 
@@ -64,6 +74,42 @@ def test_frozen_weights_are_planned_by_their_bytes() -> None:
     costs = {name: {"bf16": Cost(1, 4), "mxfp8": Cost(2, 2), "mxfp4": Cost(3, 1)} for name in measures.blocks}
     plan = make_plan(measures, costs, 1.0, "trn3", 1, frozen=True)
     assert sorted(plan.precisions.values()) == ["mxfp4", "mxfp8"] and plan.total.bytes == 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_single_products_are_chosen_where_they_are_the_fewest_bytes(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = ("bf16", "mxfp8", "mxfp4", *MXFP4_PRODUCTS)
+    damages = [{kind: draw.randint(1, 2500) / 4096 for kind in kinds[1:]} for _ in range(4)]
+    measures = measured(damages)
+    for block in measures.blocks.values():
+        block.kind, block.experts = "experts", 4
+    costs = costs_of(measures.blocks, 10, "b200", 4096, kinds)
+    plan = make_plan(measures, costs, 1.0, "b200", 4096, frozen=True)
+    best = min(
+        total_of(measures, costs, dict(zip(costs, chosen, strict=True))).bytes
+        for chosen in itertools.product(kinds, repeat=4)
+        if sum(damage.get(kind, 0.0) for damage, kind in zip(damages, chosen, strict=True)) <= 1.0
+    )
+    assert plan.total.bytes == pytest.approx(best) and plan.total.loss_change <= 1.0
+    assert set(plan.uniform) == {"bf16", "mxfp8", "mxfp4"}
+    asked = ConvertOptions(plan.recipe)  # what convert takes, and each weight has what was chosen
+    for block, kind in plan.precisions.items():
+        own = [asked.of(f"{block}.{name}_proj").precision for name in ("gate_up", "down")]
+        form, _, product = kind.partition(" ")
+        assert own == [form if product in ("", name) else "mxfp8" for name in ("gate_up", "down")]
+
+
+def test_costs_of_products_are_those_of_their_weights() -> None:
+    measures = measured([{}, {}])
+    experts = list(measures.blocks.values())[1]
+    experts.kind, experts.experts = "experts", 4
+    rows = costs_of(measures.blocks, 10, "b200", 4096, ("bf16", "mxfp8", "mxfp4", *MXFP4_PRODUCTS))
+    assert [set(row) for row in rows.values()] == [{"bf16", "mxfp8"}, {"bf16", "mxfp8", "mxfp4", *MXFP4_PRODUCTS}]
+    found = {kind: 32 * cost.bytes / (4 * 64 * 96) for kind, cost in rows["model.layers.1.mlp"].items()}
+    eight, four = 33, 17  # bytes of 32 values and their scale
+    assert found["mxfp4 gate_up"] == pytest.approx(2 * four + eight)
+    assert found["mxfp4 down"] == pytest.approx(2 * eight + four)
 
 
 def test_a_first_order_counts_as_far_as_it_is_certain() -> None:

@@ -105,6 +105,18 @@ def test_wide_experts_of_other_inner_sizes_are_refused(tmp_path: Path, machine: 
     assert not double.launches
 
 
+def test_products_in_two_formats_are_refused(tmp_path: Path, machine: Start) -> None:
+    precision = {"*": "mxfp4", "*.down_proj": "mxfp8"}
+    stack = stack_of(tmp_path, "mixtral", EXPERTS, purpose="inference", precision=precision)
+    double = machine().double
+    index, weights = torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1)
+    with refused(
+        BackendUnavailableError, "a block with MX weights", "one element format .*, and these are e2m1 and e4m3fn"
+    ):
+        forward(stack, torch.zeros(4, 512).bfloat16(), index, weights, "neuron")
+    assert not double.launches
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_training_through_frozen_weights_is_computed_or_refused(family: str, tmp_path: Path, machine: Start) -> None:
     experts = family == "mixtral"

@@ -119,6 +119,7 @@ def test_state_dict_copies_and_casts_keep_every_bit(converted: Converted, family
         ("mixtral", SIZES, {"precision": "mxfp8"}),
         ("mixtral", UNEVEN, {"precision": "mxfp8", "pad": True, "purpose": "inference"}),
         ("qwen2_moe", WORDS, {"precision": "mxfp4"}),
+        ("mixtral", WORDS, {"precision": {"*": "mxfp4", "*.0.mlp.experts.gate_up_proj": "mxfp8"}}),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.refusals import refused
 from tests.tiny_models import tokens
 
 FIRST_IN_BF16 = {"*": "mxfp8", "model.layers.0.*": "bf16"}
+BY_PRODUCT = {"*": "mxfp4", "model.layers.0.mlp.experts.down_proj": "mxfp8"}
 LAYOUTS = [("fused", "stock"), ("kernel", "kernel")]
 
 
@@ -74,6 +76,7 @@ def test_a_loaded_conversion_equals_the_patched_original(
         pytest.param("mixtral", WORDS, {"precision": FIRST_IN_BF16, "purpose": "inference"}, marks=pytest.mark.slow),
         ("qwen2_moe", WORDS, {"precision": {"*": "mxfp8", "*.0.mlp.experts": "bf16", "*.1.mlp.experts": "mxfp4"}}),
         ("llama", SIZES, {"precision": FIRST_IN_BF16, "tp_degree": 2}),
+        ("mixtral", WORDS, {"precision": BY_PRODUCT | {"model.layers.1.*": "bf16"}}),
     ],
     ids=str,
 )
@@ -130,6 +133,28 @@ def test_what_a_conversion_says_of_its_precisions(converted: Converted, source: 
         export_checkpoint(folder, tmp_path / "back")
 
 
+def test_single_products_of_experts_have_their_own_format(source: Source, converted: Converted, tmp_path: Path) -> None:
+    folder = converted("mixtral", WORDS, precision=BY_PRODUCT)
+    model = load(folder)
+    stacks = [block.neuron_stack for block in model.modules() if isinstance(block, QuantizedBlock)]
+    fmts = [(stack.gate_up_layout.fmt, stack.down_layout.fmt) for stack in stacks]
+    assert fmts == [("e2m1", "e4m3fn"), ("e2m1", "e2m1")]
+    assert "frozen e2m1 and e4m3fn" in repr(model.model.layers[0]) and " and " not in repr(model.model.layers[1])
+    assert read_manifest(folder).options.precision == BY_PRODUCT
+    shown = inspect_checkpoint(folder, source("mixtral", WORDS))
+    of_down = {tensor.name: tensor for tensor in shown.tensors if tensor.name.endswith("down_proj")}
+    first, second = of_down.values()
+    assert (first.layout, second.layout) == ("mxfp8_moe_words", "mxfp4_moe_words")
+    assert first.sqnr is not None and second.sqnr is not None and first.sqnr > second.sqnr + 6
+    manifest = folder / "neuron_moe_manifest.json"
+    content = json.loads(manifest.read_text())
+    altered = tmp_path / "altered"
+    shutil.copytree(folder, altered)
+    content["options"]["precision"] = {"*": "mxfp4", "model.layers.1.mlp.experts.down_proj": "mxfp8"}
+    (altered / manifest.name).write_text(json.dumps(sealed(content)))
+    assert any("these options do not make" in finding.message for finding in verify_checkpoint(altered).findings)
+
+
 def test_a_manifest_with_another_map_does_not_agree_with_its_tensors(converted: Converted, tmp_path: Path) -> None:
     folder = tmp_path / "altered"
     folder.mkdir()
@@ -166,6 +191,30 @@ def test_a_manifest_with_another_map_does_not_agree_with_its_tensors(converted: 
             r"'\*\.0\.\*' \(bf16\) and '\*\.mlp' \(mxfp8\), which match 'model\.layers\.0\.mlp'",
         ),
         ("llama", {"precision": {"*": "mxfp8", "*.layers.*": "bf16"}}, ConversionError, "precision", "bf16 for all 4"),
+        (
+            "mixtral",
+            {"precision": {"*": "mxfp4", "model.layers.7.mlp.experts.down_proj": "mxfp8"}},
+            ConfigError,
+            "precision",
+            "a product of experts",
+        ),
+        ("mixtral", {"precision": {"*": "mxfp4", "*.gate_proj": "mxfp8"}}, ConfigError, "precision", "experts block"),
+        ("llama", {"precision": {"*": "mxfp8", "*.down_proj": "bf16"}}, ConfigError, "precision", "product of experts"),
+        *(
+            (family, {"precision": {"*": common, "*.down_proj": other}}, ConversionError, "precision", says)
+            for family, common, other, says in (
+                ("mixtral", "mxfp4", "bf16", r"mxfp4 for model.layers.0.mlp.experts.gate_up_proj and bf16 for"),
+                ("mixtral", "bf16", "mxfp8", r"bf16 for model.layers.0.mlp.experts.gate_up_proj and mxfp8 for"),
+                ("qwen2_moe", "mxfp4", "mxfp8", r"mxfp8 for model.layers.0.mlp.shared_expert.down_proj.weight"),
+            )
+        ),
+        (
+            "mixtral",
+            {"precision": {"*": "mxfp4", "*.down_proj": "mxfp8", "*.0.mlp.experts.down_proj": "mxfp4"}},
+            ConfigError,
+            "precision",
+            "which match",
+        ),
         (
             "qwen2_moe",
             {"precision": {"*": "bf16", "*.shared_expert": "mxfp4"}},
@@ -207,6 +256,17 @@ def test_refused_maps_write_nothing(
 def test_refused_options(options: dict[str, Any], argument: str, says: str) -> None:
     with refused(ConfigError, argument, says):
         ConvertOptions(**options)
+
+
+def test_a_product_goes_before_its_block() -> None:
+    own = ConvertOptions({"*": "mxfp4", "*.experts": "mxfp8", "*.experts.down_proj": "mxfp4"})
+    weights = ("a.experts.gate_up_proj", "a.experts.down_proj", "a.experts.down_proj.weight", "a.mlp.down_proj.weight")
+    assert [own.of(weight).precision for weight in weights] == ["mxfp8", "mxfp4", "mxfp4", "mxfp4"]
+
+
+def test_products_are_for_conversions_only() -> None:
+    with refused(ConfigError, "precision", "single products.*Name the block: 'model.layers.0.mlp.experts'"):
+        NeuronMoEConfig(precision={"*": "mxfp8", "model.layers.0.mlp.experts.down_proj": "bf16"})
 
 
 def test_rounded_values_are_told_where_blocks_stay_bf16(source: Source, tmp_path: Path) -> None:

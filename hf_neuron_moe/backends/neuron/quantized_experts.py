@@ -153,7 +153,8 @@ def _unsupported_reason_words(stack: MXExpertStack, device: Device) -> str | Non
         held = ", ".join(f"{layout.fmt} {layout.arrangement}" for layout in layouts)
         return f"the experts' kernel takes words of e4m3fn or e2m1 codes, and these are {held}"
     if layouts[0].fmt != layouts[1].fmt:
-        return "the experts' kernel takes one element format for both projections"
+        fmts = " and ".join(layout.fmt for layout in layouts)
+        return f"the experts' kernel takes one element format for both projections, and these are {fmts}"
     if hidden % BF16_HIDDEN_STEP:
         return f"the experts' kernels take hidden sizes in steps of {BF16_HIDDEN_STEP}, and it is {hidden}"
     if kernel_need(stack) == WIDE and inner % _WIDE_INNER_STEP:

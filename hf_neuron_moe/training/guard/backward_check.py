@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.spec import FFNWeights
-from hf_neuron_moe.backends.torch.gating import gating_of
 from hf_neuron_moe.backends.torch.saved import FP8Rows
 from hf_neuron_moe.modules.op_watch import OpCall
 from hf_neuron_moe.training.block_calls import Call, halves, oriented
 from hf_neuron_moe.training.guard.coarse import Coarse, WeightGrads, coarse_backward
 from hf_neuron_moe.training.guard.findings import Evidence, Finding, errors_of, magnitudes, operand, picked, row_errors
-from hf_neuron_moe.training.guard.forward_check import DRAWN, WORST, saved_pre
+from hf_neuron_moe.training.guard.forward_check import DRAWN, WORST, fp8_pre, saved_pre
 from hf_neuron_moe.training.guard.second import Inner, Network, Pre, Product, over_rows, rounded
 
 CHANNELS = 2  # drawn at random of every expert whose weight gradients are computed again
@@ -51,20 +50,9 @@ def as_backward_sees(call: Call, seen: OpCall) -> tuple[Call, Pre | None]:
         pre = saved_pre(seen)
         whole = pre is not None and pre[1].shape[1] == call.projections.up_EIH.shape[1]
         return call, pre if whole else None
-    gating, every = gating_of(call.spec.gate), slice(None)
-    columns = slice(0, seen.saved[0].shape[-1])
-    *_, up = parts = [
-        FP8Rows(codes, scales, limits).take(every, columns)
-        for codes, scales, limits in zip(
-            seen.saved[0],
-            seen.saved[1],
-            (gating.gate_limits, gating.up_limits)[-len(seen.saved[0]) :],
-            strict=True,
-        )
-    ]
-    x_TH = FP8Rows(seen.saved[2], seen.saved[3]).take(every, slice(0, seen.saved[2].shape[1]))
+    x_TH = FP8Rows(seen.saved[2], seen.saved[3]).take(slice(None), slice(0, seen.saved[2].shape[1]))
     seen_call = Call(call.block, call.dout_TH, x_TH.to(call.dout_TH.dtype), call.routing, call.weights, call.spec)
-    return seen_call, (parts[0] if len(parts) > 1 else None, up)
+    return seen_call, fp8_pre(seen)
 
 
 def check_backward(call: Call, seen: OpCall, generator: torch.Generator) -> list[Finding]:
@@ -73,7 +61,8 @@ def check_backward(call: Call, seen: OpCall, generator: torch.Generator) -> list
     call, pre = as_backward_sees(call, seen)
     coarse = coarse_backward(call, *gradients, pre)
     findings = [operand("down.dx", "gradients", call.dout_TH)]
-    rows = _Rows(call, _tokens(call, coarse, generator), pre)
+    fp8 = seen.call.keep.fp8
+    rows = _Rows(call, _tokens(call, coarse, generator), pre, fp8)
     if gradients.weight_TK is not None and rows.parts:
         findings.append(rows.routing(gradients.weight_TK))
     if coarse.grad_rows:
@@ -82,7 +71,7 @@ def check_backward(call: Call, seen: OpCall, generator: torch.Generator) -> list
     if gradients.x_TH is not None and rows.parts:
         findings.append(rows.input(gradients.x_TH))
     if gradients.weights is not None:
-        findings += _weights(call, gradients.weights, coarse, pre, generator)
+        findings += _weights(call, gradients.weights, coarse, pre, generator, fp8)
     return findings
 
 
@@ -105,7 +94,7 @@ def _of_rows(pre: Pre, rows: Tensor) -> tuple[Tensor | None, Tensor]:
 class _Rows:
     """The second computation of some tokens' gradients."""
 
-    def __init__(self, call: Call, tokens: Tensor, pre: Pre | None) -> None:
+    def __init__(self, call: Call, tokens: Tensor, pre: Pre | None, fp8: bool) -> None:
         self.call, self.tokens = call, tokens
         self.parts: list[tuple[int, Tensor, Tensor, Network, Inner]] = []
         """By expert: its number, places among `tokens`, pairs, network, and what it makes of them."""
@@ -113,7 +102,7 @@ class _Rows:
             place_N, row_N = (run.token_R[None] == tokens[:, None]).nonzero(as_tuple=True)
             if not len(place_N):
                 continue
-            network, token_N = Network.of(call, run.expert), tokens[place_N]
+            network, token_N = Network.of(call, run.expert, fp8=fp8), tokens[place_N]
             if pre is None:
                 sums = network.sums(call.x_TH[token_N])
                 gate, up = (None if part is None else rounded(part, network.precision) for part in sums)
@@ -174,7 +163,7 @@ class _Rows:
 
 
 def _weights(
-    call: Call, grads: WeightGrads, coarse: Coarse, pre: Pre | None, generator: torch.Generator
+    call: Call, grads: WeightGrads, coarse: Coarse, pre: Pre | None, generator: torch.Generator, fp8: bool
 ) -> list[Finding]:
     """Compare channels of the weights' gradients, of the experts that are farthest off and a random one."""
     parts = {"gate": grads.gate_EIH, "up": grads.up_EIH, "down": grads.down_EHI.transpose(1, 2)}
@@ -187,7 +176,7 @@ def _weights(
         farthest = torch.stack([torch.stack([part.max() for part in coarse.channels[each]]).max() for each in experts])
         experts = [experts[place] for place in picked(farthest, generator, WORST, 1).tolist()]
     for expert in experts:
-        run, network = runs[expert], Network.of(call, expert)
+        run, network = runs[expert], Network.of(call, expert, fp8=fp8)
         drawn = torch.randint(len(network.up_IH), (CHANNELS,), generator=generator).to(call.x_TH.device)
         channels = torch.cat([drawn, *(part.argmax().reshape(1) for part in coarse.channels[expert])]).unique()
         x_RH, dout_RH = call.x_TH[run.token_R], call.dout_TH[run.token_R]

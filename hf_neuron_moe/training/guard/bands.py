@@ -17,12 +17,10 @@ _FORMS = {
     "bf16": (8e-2, 2e-2, 4e-4),
     "mxfp8": (8e-2, 2e-2, 4e-4),
     "fp32": (4e-4, 1e-4, 2e-6),
-    "fp8": (10.0, 0.5, 2e-2),
 }
-"""By precision, or ``fp8`` for activations saved in FP8: relative errors that are wrong however long they last, of one
-row and of the median row, and what a band adds to the median rows that it has seen. One row has more, since one value
-at the border of two codes may be rounded to the other side. Of FP8, which the second computation reads and does not
-round again, a channel with few gradients may be off by more than it is."""
+"""By precision: relative errors that are wrong however long they last, of one row and of the median row, and what a
+band adds to the median rows that it has seen. One row has more, since one value at the border of two codes may be
+rounded to the other side."""
 
 
 class Limits(NamedTuple):
@@ -55,7 +53,7 @@ class Bands:
     seen: dict[tuple[str, str, str, str], _Seen] = field(default_factory=dict)
 
     def limits(self, key: tuple[str, str, str, str], form: str) -> Limits:
-        """Return the band of a figure; `form` is a precision, or ``fp8`` for activations that were saved so."""
+        """Return the band of a figure; `form` is a precision."""
         figure = key[-1]
         seen = self.seen.get(key, _Seen())
         learned = seen.count >= LEARNED

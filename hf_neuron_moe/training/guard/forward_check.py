@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.spec import FFNWeights, Routing
+from hf_neuron_moe.backends.torch.gating import Limits, gating_of
+from hf_neuron_moe.backends.torch.saved import GROUP, FP8Rows
+from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8
 from hf_neuron_moe.modules.op_watch import OpCall
 from hf_neuron_moe.training.block_calls import Call
 from hf_neuron_moe.training.guard.coarse import coarse_forward
@@ -38,6 +42,31 @@ def saved_pre(seen: OpCall) -> Pre | None:
     if seen.call.keep.fp8 or "up" not in names or (gated and "gate_pre" not in names):
         return None
     return seen.saved[0] if gated else None, seen.saved[1]
+
+
+def fp8_pre(seen: OpCall) -> Pre:
+    """Return gate and up that were saved in FP8, as the backward reads them."""
+    columns = slice(0, seen.saved[0].shape[-1])
+    both = zip(seen.saved[0], seen.saved[1], _limits(seen), strict=True)
+    *gate, up = [FP8Rows(codes, scales, limits).take(slice(None), columns) for codes, scales, limits in both]
+    return gate[0] if gate else None, up
+
+
+def _limits(seen: OpCall) -> tuple[Limits, ...]:
+    gating = gating_of(seen.call.spec.gate)
+    return (gating.gate_limits, gating.up_limits)[-len(seen.saved[0]) :]
+
+
+def _through_fp8(values_RI: Tensor, limits: Limits) -> Tensor:
+    """Return values as they come back from FP8, which limits do without rounding."""
+    upper, lower = limits
+    inside_RI = values_RI if limits == (None, None) else values_RI.clamp(lower, upper)
+    padded_RI = F.pad(inside_RI.bfloat16(), (0, -inside_RI.shape[1] % GROUP))
+    found_RI = group_dequantize_fp8(*group_quantize_fp8(padded_RI, GROUP)).double()[:, : inside_RI.shape[1]]
+    if limits == (None, None):
+        return found_RI
+    on_limit = torch.stack([inside_RI == limit for limit in limits if limit is not None]).any(0)
+    return torch.where(on_limit, inside_RI, found_RI.clamp(lower, upper))
 
 
 def check_forward(call: Call, seen: OpCall, generator: torch.Generator, suspicious: float) -> list[Finding]:
@@ -138,21 +167,29 @@ class _Second:
 
     def saved(self, pre: Pre | None, seen: OpCall | None) -> Iterator[Finding]:
         """Compare what was saved."""
+        fp8 = seen is not None and seen.call.keep.fp8
+        limits: dict[str, Limits] = {}
+        if seen is not None and fp8:
+            pre = fp8_pre(seen)
+            limits = dict(zip(("gate", "up")[-len(seen.saved[0]) :], _limits(seen), strict=True))
         if pre is not None:
             for name, kept in zip(("gate", "up"), pre, strict=True):
                 if kept is not None and len(kept) and self.parts:
-                    yield self._one("gate_up", name, kept)
-        names = frozenset[str]() if seen is None or seen.call.keep.fp8 else seen.call.keep.names
+                    yield self._one("gate_up", name, kept, limits.get(name))
+        names = frozenset[str]() if seen is None or fp8 else seen.call.keep.names
         for name, place in (("gate_act", 2), ("intermediate", 3)):
             if name in names and seen is not None and len(seen.saved[place]) and self.parts:
                 yield self._one("gate", name, seen.saved[place])
 
-    def _one(self, product: str, name: str, kept_PI: Tensor) -> Finding:
+    def _one(self, product: str, name: str, kept_PI: Tensor, fp8: Limits | None = None) -> Finding:
+        """Compare what was saved of one kind; `fp8` are the limits of what was saved in FP8."""
         figures, _ = magnitudes(kept_PI[: self.pairs])
         field = {"gate": "gate_RI", "up": "up_RI", "gate_act": "act_RI", "intermediate": "product_RI"}[name]
-        compared = [
-            row_errors(kept_PI[rows], getattr(found, field)[:, : kept_PI.shape[1]]) for *_, rows, _, found in self.parts
-        ]
+        compared = []
+        for *_, rows, _, found in self.parts:
+            expected_RI = getattr(found, field)[:, : kept_PI.shape[1]]
+            expected_RI = expected_RI if fp8 is None else _through_fp8(expected_RI, fp8)
+            compared.append(row_errors(kept_PI[rows], expected_RI))
         index = max(range(len(compared)), key=lambda number: compared[number].worst)
         errors, expert, row = compared[index], self.parts[index][0], compared[index].row
         typical = sorted(each.rounding for each in compared)[(len(compared) - 1) // 2]

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import FFNWeights
+from hf_neuron_moe.backends.torch.saved import GROUP
+from hf_neuron_moe.formats.constants import E4M3FN
+from hf_neuron_moe.formats.group_fp8 import scale_of_groups
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.training.block_calls import Call, activated, softcapped
@@ -62,6 +65,12 @@ def rounded(values: Tensor, precision: str) -> Tensor:
     return values.double() if precision == "fp32" else values.float().bfloat16().double()
 
 
+def fp8_groups(values_GQ: Tensor) -> Tensor:
+    """Return values as COAT rounds the activation that a backward reads, each last axis being a group, float64."""
+    scale_G1 = scale_of_groups(values_GQ.float(), E4M3FN).unsqueeze(-1)
+    return (values_GQ.float() / scale_G1).to(torch.float8_e4m3fn).double() * scale_G1.bfloat16().double()
+
+
 class Forward(NamedTuple):
     """What a network's forward makes of rows, float64; gate and up as they are saved."""
 
@@ -93,9 +102,10 @@ class Network(NamedTuple):
     gate: Gate
     precision: str
     dense: bool
+    fp8: bool  # whether the backward rounds as COAT does
 
     @classmethod
-    def of(cls, call: Call, expert: int) -> Network:
+    def of(cls, call: Call, expert: int, *, fp8: bool = False) -> Network:
         """Return an expert of a call."""
         gate, up, down = (None if weight is None else weight[expert] for weight in call.projections)
         biases = [0.0 if bias is None else bias[expert].double() for bias in call.biases]
@@ -104,7 +114,7 @@ class Network(NamedTuple):
             down_bias = down_bias[expert]
         assert up is not None and down is not None
         added = (biases[0], biases[1] + call.spec.gate.up_offset)
-        return cls(gate, up, down, added, down_bias, call.spec.gate, call.spec.precision, call.routing is None)
+        return cls(gate, up, down, added, down_bias, call.spec.gate, call.spec.precision, call.routing is None, fp8)
 
     def channels(self, index_C: Tensor) -> Network:
         """Return the network with some intermediate channels alone."""
@@ -154,20 +164,41 @@ class Network(NamedTuple):
             return act, rounded(act * self.up_value(up), self.precision)
         return act, act * self.up_value(up)
 
-    def inner(self, dout_RH: Tensor, gate: Tensor | None, up: Tensor, scale_R: Tensor | None) -> Inner:
-        """Return what the backward makes of the gradient of rows; gate and up are the saved ones."""
-        precision, slopes_round = self.precision, self.precision == "mxfp8" and gate is not None
+    def fp8_activation(self, gate_RI: Tensor, index_C: Tensor) -> Tensor:
+        """Return the activation of some channels, rounded with those that share their groups' scales ``[R, C]``."""
+        inside = torch.arange(GROUP, device=index_C.device)
+        # The last group may be shorter: its last value once more changes no scale.
+        columns_CQ = (index_C[:, None] // GROUP * GROUP + inside).clamp(max=gate_RI.shape[1] - 1)
+        values_RCQ = self.activation(gate_RI[:, columns_CQ].double(), gate_RI)
+        return fp8_groups(values_RCQ)[:, torch.arange(len(index_C), device=index_C.device), index_C % GROUP]
+
+    def inner(
+        self, dout_RH: Tensor, gate: Tensor | None, up: Tensor, scale_R: Tensor | None, act: Tensor | None = None
+    ) -> Inner:
+        """Return what the backward makes of the gradient of rows; gate and up are the saved ones.
+
+        `act` is :meth:`fp8_activation` of a network of some channels.
+        """
+        precision, slopes_round = self.precision, self.precision == "mxfp8" and gate is not None and not self.fp8
         d_inter = self.product(dout_RH, self.down_HI.t(), forward=False).value()
-        act, product = self._products(gate, up)
+        if self.fp8 and gate is not None:
+            act = self.fp8_activation(gate, torch.arange(gate.shape[1], device=gate.device)) if act is None else act
+            product = act * self.up_value(up)
+        else:
+            act, product = self._products(gate, up)
         d_scale = (d_inter * product).sum(1)
         if scale_R is not None:
             d_inter, product = (part * scale_R.double().unsqueeze(1) for part in (d_inter, product))
         inter = rounded(product, precision)
         if gate is None:
             slope = _slope(lambda values: activated(self.gate, values), up)
+            d_inter = d_inter.float().bfloat16().double() if self.fp8 else d_inter
             return Inner(d_scale, None, rounded(slope * d_inter, precision), inter)
         d_up = rounded(act * d_inter * _slope(self.up_value, up), precision)
         slope = _slope(lambda values: activated(self.gate, values), gate)
+        if self.fp8:
+            d_act = (d_inter * self.up_value(up)).float().bfloat16().double()
+            return Inner(d_scale, rounded(slope * d_act, precision), d_up, inter)
         slope = rounded(slope, precision) if slopes_round else slope
         slope = slope * self.up_value(up)
         slope = rounded(slope, precision) if slopes_round else slope
@@ -195,13 +226,15 @@ class Network(NamedTuple):
         """Return :meth:`inner` of all rows for some channels; `pre` are gate and up where they are given."""
         few, parts = self.channels(index_C), []
         for start in range(0, len(dout_RH), _CHUNK):
-            rows = slice(start, start + _CHUNK)
+            rows, act = slice(start, start + _CHUNK), None
             if pre is None:
                 gate, up = (None if part is None else rounded(part, self.precision) for part in few.sums(x_RH[rows]))
             else:
                 gate, up = (None if part is None else part[rows][:, index_C].double() for part in pre)
+                if self.fp8 and pre[0] is not None:
+                    act = self.fp8_activation(pre[0][rows], index_C)
             assert up is not None
-            parts.append(few.inner(dout_RH[rows], gate, up, None if scale is None else scale[rows]))
+            parts.append(few.inner(dout_RH[rows], gate, up, None if scale is None else scale[rows], act))
         joined = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
         return Inner(*joined)  # type: ignore[arg-type]
 
@@ -216,4 +249,6 @@ def over_rows(left_RA: Tensor, right_RB: Tensor, precision: str, block_size: int
 def _slope(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     """Return a derivative; 0 on a limit as beyond it, which is how the kernels mask."""
     below, here, above = (function(values + step) for step in (-_DIFFERENCE, 0.0, _DIFFERENCE))
-    return torch.where((below == here) | (here == above), 0.0, (above - below) / (2 * _DIFFERENCE))
+    left, right = here - below, above - here  # of which one is too small where a limit is nearer than the step
+    slope = torch.where(left.abs() > right.abs(), left, right) / _DIFFERENCE
+    return torch.where((left == 0) | (right == 0), 0.0, slope)

@@ -120,7 +120,7 @@ class Watch:
         call = Call(name, seen.dout_TH, seen.x_TH, seen.routing, seen.weights, seen.call.spec)  # type: ignore[arg-type]
         if not len(seen.results[0] if seen.dout_TH is None else seen.dout_TH):
             return  # a process of expert parallelism that gets no token
-        form = "fp8" if seen.call.keep.fp8 and seen.dout_TH is not None else call.spec.precision
+        form = call.spec.precision
         if seen.dout_TH is None:
             suspicious = self.bands.limits((name, "down", "y", "rounding"), form).high or 0.0
             findings = check_forward(call, seen, self._generator, suspicious)

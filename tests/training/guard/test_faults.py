@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.backends.torch import compute
+from hf_neuron_moe.backends.torch import compute, saved
 from hf_neuron_moe.training.blocks import patched_blocks
 from hf_neuron_moe.training.guard.bands import LEARNED, Bands
 from hf_neuron_moe.training.guard.watch import StepLooked, Watch
 from tests.tiny_models import tiny_model, tokens
-from tests.training.guard.faults import DENSE, FAULTS, Fault, injected
+from tests.training.guard.faults import DENSE, EXPERTS, FAULTS, Fault, injected
 
 FAST = {"one row lost", "carry lost over tiles of rows", "dropped expert", "gradient of the wrong expert"}
 
@@ -21,9 +23,9 @@ FAST = {"one row lost", "carry lost over tiles of rows", "dropped expert", "grad
 class Watched:
     """A tiny model and the bands that it has after some steps."""
 
-    def __init__(self, family: str, precision: str) -> None:
+    def __init__(self, family: str, precision: str, activations: str | None = None) -> None:
         self.model: nn.Module = tiny_model(family)
-        activations = "full" if precision == "mxfp8" else "minimal"
+        activations = activations or ("full" if precision == "mxfp8" else "minimal")
         patch_model(self.model, {"precision": precision, "activations": activations, "block_size": 128})
         self.watch, self.steps = Watch(self.model, Bands()), 0
         for _ in range(LEARNED):
@@ -77,6 +79,40 @@ def test_a_fault_is_named_in_its_step(fault: Fault, watched: Any, monkeypatch: p
         assert first["expert"] == -1
     if fault.expert is not None:
         assert first["expert"] == fault.expert
+
+
+def _rolled(put: Any) -> Any:
+    def broken(rows: saved.FP8Rows, part: slice, columns: slice, values: Tensor) -> Tensor:
+        put(rows, part, columns, values.roll(1, 0))
+        return values.to(torch.bfloat16)  # which the forward goes on with
+
+    return broken
+
+
+def _of_other_limits(put: Any) -> Any:
+    return lambda rows, *place: put(replace(rows, limits=(0.5, -0.5)), *place)
+
+
+@pytest.mark.parametrize("family", [DENSE, EXPERTS])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_faults_of_activations_saved_in_fp8_are_named(
+    family: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "bf16_matmul_is_fast", lambda *_: False)
+    run = Watched(family, precision, "fp8")
+    for broken, figure in ((_rolled, "worst"), (_of_other_limits, "nonfinite")):
+        with monkeypatch.context() as context:
+            context.setattr(saved.FP8Rows, "put", broken(saved.FP8Rows.put))
+            first = run.step().alarms[0]
+        assert (first["block"], first["product"]) == (next(iter(run.watch.blocks)), "gate_up")
+        assert first["figure"] == figure and first["result"] in ("gate", "up")
+    with monkeypatch.context() as context:
+        context.setattr(saved, "_round_groups_", lambda values: values)
+        alarms = run.step().alarms
+    found = {(alarm["product"], alarm["result"]) for alarm in alarms if alarm["figure"] == "rounding"}
+    # The gradients of routing weights read the activation too, so that of experts what is before them is blamed.
+    assert {("down.dw", "down"), ("gate" if family == DENSE else "down.dx", "dx")} <= found
+    assert not run.step().alarms
 
 
 def test_what_was_broken_is_whole_again(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,14 +24,23 @@ from tests.tiny_models import tiny_model, tokens
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("family", ["llama_biased", "gpt_oss", "nemotron_h"])
-@pytest.mark.parametrize(("precision", "most"), [("bf16", 8e-3), ("mxfp8", 8e-3), ("fp32", 1e-5)])
+@pytest.mark.parametrize(
+    ("precision", "activations", "most"),
+    [
+        ("bf16", "full", 8e-3),
+        ("mxfp8", "full", 8e-3),
+        ("fp32", "full", 1e-5),
+        ("bf16", "fp8", 8e-3),
+        ("mxfp8", "fp8", 8e-3),
+    ],
+)
 def test_healthy_results_are_those_of_float64(
-    precision: str, most: float, family: str, native: bool, monkeypatch: pytest.MonkeyPatch
+    precision: str, activations: str, most: float, family: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of experts in bf16 round each part, which is what the bounds of bf16 and mxfp8 are."""
     monkeypatch.setattr(compute, "bf16_matmul_is_fast", lambda *_: native)
     model = tiny_model(family)
-    patch_model(model, {"precision": precision, "activations": "full", "block_size": 128})
+    patch_model(model, {"precision": precision, "activations": activations, "block_size": 128})
     watch, ids = Watch(model, Bands()), tokens(4, 40, seed=1)
     watch.begin(1)
     model(input_ids=ids, labels=ids).loss.backward()
