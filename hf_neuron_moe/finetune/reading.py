@@ -22,6 +22,7 @@ from transformers.integrations import is_deepspeed_available
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, not_one_of
 from hf_neuron_moe.finetune import configs
+from hf_neuron_moe.finetune.data import PACKAGE
 from hf_neuron_moe.finetune.train_options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
 
 COMMAND_LINE = "command line"
@@ -94,7 +95,10 @@ def read_options(words: Sequence[str]) -> Options:
     if "compute_environment" in given:
         fix = f"Start with it: `accelerate launch --config_file {words[0]} -m hf_neuron_moe train CONFIG.yaml`."
         raise bad("CONFIG", "a configuration of train", f"{words[0]!r}, which is accelerate's", fix)
-    given |= _read_words(words[1:] if words and not words[0].startswith("--") else words)
+    own = _read_words(words[1:] if words and not words[0].startswith("--") else words)
+    if "train_files" in own and PACKAGE in str(given.get("eval_files", "")):  # which go with the package's own
+        given = {key: found for key, found in given.items() if key not in ("eval_files", "eval_strategy")}
+    given |= own
     places = {key: found.place for key, found in given.items()}
     with located(places):
         method = str(given["method"].value) if "method" in given else "sft"

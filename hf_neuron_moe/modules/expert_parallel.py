@@ -55,7 +55,7 @@ def implementation_for(present: Any) -> str | None:
     return register_expert_parallel()
 
 
-def why_not_exchanged(present: Any) -> str | None:
+def unsupported_reason_of_exchange(present: Any) -> str | None:
     """Return why experts behind an implementation cannot be patched, or None."""
     from transformers.distributed import expert_parallel as engine
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.engine import axis_parts, installed, strided, uneven
-from hf_neuron_moe.modules.expert_parallel import why_not_exchanged
+from hf_neuron_moe.modules.expert_parallel import unsupported_reason_of_exchange
 from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
 from hf_neuron_moe.modules.gate_match import UnknownForm
 from hf_neuron_moe.modules.gate_source import GateSource, read_gate
@@ -117,7 +117,7 @@ def reasons_against_cut(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
     """Yield why a block cannot compute experts with the parts that the engine left to this process."""
     engine = installed(module)
     if engine is not None and engine.experts is not None:
-        reason = why_not_exchanged(engine.experts)
+        reason = unsupported_reason_of_exchange(engine.experts)
         if reason is not None:
             yield reason
     for name, axis in ((name, axis) for name in (*form.inputs, form.down) for axis in (0, 1, 2)):

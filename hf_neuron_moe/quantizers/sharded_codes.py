@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.engine import group_of, installed, style_name
-from hf_neuron_moe.modules.expert_parallel import implementation_for, why_not_exchanged
+from hf_neuron_moe.modules.expert_parallel import implementation_for, unsupported_reason_of_exchange
 from hf_neuron_moe.modules.experts_calls import ROUTED
 from hf_neuron_moe.modules.quantized_blocks import BIASES, QuantizedBlock, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.discovery import Candidate
@@ -45,7 +45,7 @@ class CodeReading:
         """Raise where the engine does not bring the block its tokens, or does not sum its results."""
         block, found = self.block, installed(self.block)
         if self.experts:
-            got = "none" if found is None or found.experts is None else why_not_exchanged(found.experts)
+            got = "none" if found is None or found.experts is None else unsupported_reason_of_exchange(found.experts)
             if got is not None:
                 expected = "an ep_plan with ep_dispatch_experts and grouped_gemm for its experts"
                 raise self._unsupported(expected, got, "Load it with the model's own ep_plan.")

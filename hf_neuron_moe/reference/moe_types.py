@@ -177,8 +177,8 @@ def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Return
         hints = get_type_hints(record)
         call.__annotations__ = {name: hints[name] for name in declared.parameters} | {"return": returns}
         notes = argument_notes(function.__name__, declared.parameters)
-        indent = {"initial_indent": " " * 8, "subsequent_indent": " " * 12}
-        lines = [textwrap.fill(f"{name}: {note}", 120, **indent) for name, note in notes.items()]
+        fill = textwrap.TextWrapper(120, " " * 8, " " * 12).fill
+        lines = [fill(f"{name}: {note}") for name, note in notes.items()]
         call.__doc__ = "\n".join([f"{(function.__doc__ or '').rstrip()}\n\n    Args:", *lines, "    "])
         return call
 

@@ -290,6 +290,8 @@ def test_a_frozen_base_is_known_before_it_is_loaded(conversions: dict[str, Path]
         check_run(options(conversions["mxfp8"]))
     with refused(ConfigError, "lora_merge", got="a checkpoint whose blocks are frozen"):
         check_run(options(conversions["mxfp8"], lora_rank=4, lora_merge="true"))
+    with refused(ConfigError, "neuron_guard", got="'warn'"):
+        check_run(options(conversions["mxfp8"], lora_rank=4, neuron_guard="warn"))
 
 
 def test_a_conversion_in_bf16_is_judged_as_its_source(conversions: dict[str, Path]) -> None:
@@ -385,3 +387,10 @@ def test_targets_of_adapters_are_looked_for_before_loading(
     training(options(long_models["llama"], **given))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     training(options(tmp_path, lora_rank=4, lora_targets="qproj"))  # a family that nobody knows
+
+
+def test_own_training_files_replace_the_evaluation_of_the_package_too() -> None:
+    assert read_options(["tiny-llama"]).data.eval_files
+    assert not read_options(["tiny-llama", "--train_files", "rows.txt"]).has_evaluation
+    own = read_options(["tiny-llama", "--train_files", "rows.txt", "--eval_files", "rows.txt"])
+    assert own.data.eval_files == ["rows.txt"]
