@@ -93,21 +93,23 @@ class SameRouting(_Deciding):
 
     Scores are each run's own, and so are the weights made of them. But a nearly tied token takes the same expert: if it
     took another one, gradients would differ by a whole token's share, which no rounding bounds (one token of 64 is up
-    to 0.25 of a router's gradient, where roundings make 0.006). In fp32 nothing may want to choose otherwise.
+    to 0.25 of a router's gradient, where roundings make 0.006). In fp32 nothing may want to choose otherwise in the
+    first step. After it the optimizer has divided gradients by their size, those that are roundings alone too; the
+    losses of later steps have the limit of moved weights.
     """
 
     def __init__(self, chosen: list[Tensor] | None, part: int = 0, parts: int = 1) -> None:
         super().__init__([])
         self.known, self.part, self.parts = chosen, part, parts
         self.chosen: list[Tensor] = []
-        self.changed = 0
+        self.changed: list[int] = []  # by call
 
     def decide(self, kind: str, scores: Tensor, dim: int, choose: Callable[[], Tensor]) -> Tensor:
         own = choose()
         kept = own if self.known is None else self.known[len(self.chosen)].chunk(self.parts)[self.part]
         assert kept.shape == own.shape, (kind, kept.shape, own.shape)
         self.chosen.append(kept)
-        self.changed += int((kept.sort().values != own.sort().values).sum())
+        self.changed.append(int((kept.sort().values != own.sort().values).sum()))
         return kept
 
 
@@ -123,7 +125,8 @@ def trained(cell: dict[str, Any], trial: parity.Trial, known: Known) -> dict[str
     with SameRouting(chosen, part, parts) as routing:
         actual = parity.train(trial, model, part, parts)
     assert len(routing.chosen) == len(chosen)
-    assert cell["precision"] != "fp32" or not routing.changed, f"{routing.changed} choices differ in fp32"
+    changed = sum(routing.changed[: len(chosen) // trial.steps])
+    assert cell["precision"] != "fp32" or not changed, f"{changed} choices differ in fp32, in the first step"
     if rank:
         return {}
     found = parity.compare(expected, actual)
