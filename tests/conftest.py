@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,9 @@ import torch
 from hf_neuron_moe.backends.torch import compute
 from tests.thinned import thin
 from tests.unsynced import leave_out_syncs
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():  # read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

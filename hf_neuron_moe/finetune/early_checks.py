@@ -85,7 +85,8 @@ def check_leftovers(options: Options) -> None:
     if not adapters and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
         fix = "Name another folder, or set lora_rank as that run did."
         raise bad("output_dir", "a folder without an adapter when a whole model is trained", repr(folder), fix)
-    if adapters and any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+    whole = any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    if adapters and whole and not options.training.resume_from_checkpoint:  # which is compared with the run later
         fix = "Name another folder, or train the whole model as that run did (lora_rank: 0)."
         raise bad("output_dir", "a folder without a whole model when adapters are trained", repr(folder), fix)
 
