@@ -56,7 +56,7 @@ FAMILIES = (
     "moonshine",  # biases, rows of up first
     "step3p7",  # gate and up of all experts as a tensor each, clamps
     "dinov2",  # gate and up in one tensor of the files and in two of the model, biases too
-    *({"hrm_text", "inkling2_text"} & set(CONFIG_MAPPING)),  # the same; rows of gate and up alternate in the files
+    *sorted({"hrm_text", "inkling2_text"} & set(CONFIG_MAPPING)),  # rows of gate and up alternate in files
 )
 SLOW = ("gemma4", "gpt_oss", "deepseek_v4")
 STOCK_ONLY = ("dbrx", "jetmoe")
