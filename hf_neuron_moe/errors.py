@@ -234,6 +234,11 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things in words: ``1 file``, ``1,234 files``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def spelled_together(names: Sequence[str]) -> str:
     """Return ``model.layers.0-31.mlp`` for names of one pattern that differ in one number; else the first and the last.
 

@@ -24,7 +24,7 @@ from hf_neuron_moe.cli.shared_options import (
     tell,
 )
 from hf_neuron_moe.config import LAYOUTS, ON_NONFINITE, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS
-from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.errors import NeuronMoEWarning, counted
 
 if TYPE_CHECKING:
     from hf_neuron_moe.convert import Manifest
@@ -155,8 +155,9 @@ def show_manifest(manifest: Manifest, destination: object, watch: Watch, as_json
         "left": left_facts(manifest.left),
         **watch.cost(),
     }
-    text = "{converted_weights} weights converted, {copied_tensors} tensors copied, {files} files in {destination}"
+    weights, files = counted(len(manifest.weights) - copied, "weight"), counted(len(manifest.by_file()), "file")
+    text = f"{weights} converted, {counted(copied, 'tensor')} copied, {files} in {destination}"
     notes = (*left_notes(manifest.left), rounding_note(manifest), requantized_note(again), nonfinite_note(manifest))
     rate = in_words(watch.done / max(watch.seconds, 1e-9))
     cost = f"{in_words(watch.done)} in {watch.seconds:.1f} s ({rate}/s), peak memory {in_words(watch.peak)}"
-    tell(as_json, facts, text.format(**facts), *(f"note: {note}" for note in notes if note), cost)
+    tell(as_json, facts, text, *(f"note: {note}" for note in notes if note), cost)

@@ -19,7 +19,7 @@ from hf_neuron_moe.cli.precision_options import Recipe, precision_asked
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
 from hf_neuron_moe.cli.shared_options import BlockSize, Json, check_size, choice, size_in_bytes
 from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, PRECISIONS, NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchError
+from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchError, counted
 from hf_neuron_moe.precision_map import as_precision, spelled
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _show(result: TrainingEstimate, title: str) -> None:
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has no edge
     share = "" if result.trainable == result.parameters else f" ({result.trainable:,} trained)"
-    line(f"{title}: {result.parameters:,} parameters{share}, {result.patched} blocks patched")
+    line(f"{title}: {result.parameters:,} parameters{share}, {counted(result.patched, 'block')} patched")
     checkpointing = ", gradient checkpointing" if result.gradient_checkpointing else ""
     line(f"{result.batch} x {result.length} = {result.tokens:,} tokens per step{checkpointing}")
     rank = result.rank

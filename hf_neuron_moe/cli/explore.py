@@ -142,7 +142,7 @@ def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
         here = "" if measured is None else f", measured here {_percent(measured - loss, loss)}"
         line(
             f"  {name:14} expected {_percent(total.loss_change, loss)}{here}, "
-            f"{1e3 * total.seconds:.3g} ms per step, weights {total.bytes / 1e6:,.0f} MB"
+            f"{1e3 * total.seconds:.3g} ms per step, weights {in_words(total.bytes)}"
         )
     line(f"  precision by block: {plan.recipe}")
     if result.frozen_plan is not None:

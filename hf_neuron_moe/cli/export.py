@@ -9,6 +9,7 @@ import typer
 
 from hf_neuron_moe.cli.progress_line import watching
 from hf_neuron_moe.cli.shared_options import Converted, Json, tell
+from hf_neuron_moe.errors import counted
 
 
 def export(
@@ -30,6 +31,6 @@ def export(
     with watching("exporting") as (_, progress):
         report = export_checkpoint(converted, destination, allow_inexact=allow_inexact, progress=progress)
     exactness = "all bit for bit" if not report.inexact else f"{len(report.inexact)} of them not bit for bit"
-    summary = f"{report.tensors} tensors written to {destination}, {exactness}"
+    summary = f"{counted(report.tensors, 'tensor')} written to {destination}, {exactness}"
     facts = {"ok": True, "destination": str(destination), **report.to_dict()}
     tell(as_json, facts, summary, *(f"note: {line}" for line in report.statement))

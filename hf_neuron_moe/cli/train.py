@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_neuron_moe.cli.shared_options import Json, choice
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from hf_neuron_moe.finetune.train_options import Options
@@ -73,7 +73,7 @@ def _prepare() -> None:
 
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        fix = 'Install the extra: pip install "hf-neuron-moe[train]".'
+        fix = f"Install what the extra 'train' has: pip install {' '.join(missing)}."
         raise ConfigError.about("the environment", "one with trl, peft and datasets", f"no {', '.join(missing)}", fix)
     settle_environment()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -93,7 +93,8 @@ def _run(options: Options, words: list[str], check_only: bool, as_json: bool) ->
         if check_only:
             _, data = check(options)
             facts = {"kind": data.kind, "rows": len(data.train), "output_dir": options.training.output_dir}
-            text = f"no mistake found: {len(data.train):,} rows of {data.kind}; a run writes to {facts['output_dir']}"
+            rows = counted(len(data.train), "row")
+            text = f"no mistake found: {rows} of {data.kind}; a run writes to {facts['output_dir']}"
             typer.echo(json.dumps({"ok": True, **facts}) if as_json else text)
             return
         metrics = finetune(options, tell=(lambda text: None) if as_json else typer.echo, quiet=as_json)

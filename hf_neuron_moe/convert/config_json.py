@@ -20,6 +20,7 @@ from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.source_formats import QUANTIZATION_CONFIG, unquantized
+from hf_neuron_moe.errors import counted
 from hf_neuron_moe.precision_map import PrecisionMap
 
 CARD_FILE = "README.md"
@@ -119,7 +120,7 @@ def section(plan: ConversionPlan) -> str:
         if method
         else "",
         "precision": _spelled_out(options),
-        "layout": ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(layouts.items())),
+        "layout": ", ".join(f"{layout} ({counted(count, 'tensor')})" for layout, count in sorted(layouts.items())),
         "for": purpose,
         "scale rule": options.rule if options.quantized else "",
         "tensor parallelism": f"I axis split among {options.tp_degree} ranks, each with files of its own"
@@ -129,7 +130,7 @@ def section(plan: ConversionPlan) -> str:
         if options.ep_degree > 1
         else "",
         "padding": padding if options.pad else "",
-        "kept as they were": f"{len(plan.copied)} tensors: {kept}",
+        "kept as they were": f"{counted(len(plan.copied), 'tensor')}: {kept}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
     lossy = quantized != kept_codes

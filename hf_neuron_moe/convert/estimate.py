@@ -39,7 +39,7 @@ from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.result import files_beside
 from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.workers import anonymous_bytes, cores, working
-from hf_neuron_moe.errors import known_names, public
+from hf_neuron_moe.errors import counted, known_names, public
 
 SAMPLE_BYTES = 1 << 24  # Bytes read, hashed and written in a measurement
 SAMPLE_INNER = 512  # Intermediate values of a weight that is measured; H stays, since rows and blocks lie along it
@@ -78,12 +78,11 @@ class Estimate:
     def __str__(self) -> str:
         tail = "" if self.exact else f" (and the count of rounded values in {MANIFEST_FILE})"
         lines = [
-            f"{self.converted_weights} weights to convert, {self.copied_tensors} tensors to copy, "
-            f"{self.source_bytes:,} bytes to read",
+            f"{counted(self.converted_weights, 'weight')} to convert, "
+            f"{counted(self.copied_tensors, 'tensor')} to copy, {self.source_bytes:,} bytes to read",
             *(f"  {size:>15,}  {name}" for name, size in self.files.items()),
-            f"output: {self.output_bytes:,} bytes in {len(self.files)} files{tail}",
-            f"peak memory: about {self.peak_memory_bytes / 1e6:,.0f} MB with {self.workers} "
-            f"worker{'s' if self.workers > 1 else ''}",
+            f"output: {self.output_bytes:,} bytes in {counted(len(self.files), 'file')}{tail}",
+            f"peak memory: about {self.peak_memory_bytes / 1e6:,.0f} MB with {counted(self.workers, 'worker')}",
             f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, in addition the disk "
             f"{self.disk_seconds:,.1f} s at its present speed)",
             *(f"note: {note}" for note in (*left_notes(self.left), requantized_note(self.requantized)) if note),

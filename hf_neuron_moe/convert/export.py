@@ -32,7 +32,7 @@ from hf_neuron_moe.convert.manifest import (
 )
 from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
 from hf_neuron_moe.convert.workers import Progress, counting
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, known_names, public
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, counted, known_names, public
 
 NOTE_FILE = "neuron_moe_export.json"  # Lies in exports whose values are not all the original's bits
 
@@ -80,7 +80,7 @@ def export_checkpoint(
     gone = {*quantized, *rounded}
     inexact = tuple(piece.source for piece in manifest.pieces if piece.source in gone)
     if inexact and not allow_inexact:
-        got = f"{len(inexact)} tensors that were rounded or quantized, such as {inexact[0]}"
+        got = f"{counted(len(inexact), 'tensor')} rounded or quantized, such as {inexact[0]}"
         fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantized values."
         raise ConversionError.about(str(converted), "a conversion whose source can come back bit for bit", got, fix)
     statement = _statement(manifest, quantized, rounded)

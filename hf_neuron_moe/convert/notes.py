@@ -16,7 +16,7 @@ from hf_neuron_moe.convert.io.source import Encoding
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SOURCE
 from hf_neuron_moe.convert.manifest import LeftModule, Manifest, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, pattern_of, printable
+from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, counted, pattern_of, printable
 
 Left = Mapping[str, LeftModule]
 
@@ -38,7 +38,7 @@ def left_notes(left: Left | None) -> list[str]:
     return [
         printable(
             f"{len(names)} {'modules' if len(names) > 1 else 'module'} left in source form "
-            f"({sum(left[name].tensors for name in names):,} tensors, "
+            f"({counted(sum(left[name].tensors for name in names), 'tensor')}, "
             f"{sum(left[name].nbytes for name in names):,} bytes): {spelled}: {reason}"
         )
         for spelled, names, reason in grouped_names({name: module.reason for name, module in left.items()})
@@ -72,8 +72,9 @@ def rounding_note(manifest: Manifest) -> str:
     values = sum(math.prod(pieces[name].shape) for name in rounded)
     kinds = "/".join(sorted({pieces[name].dtype for name in rounded}))
     return (
-        f"{sum(rounded.values()):,} of {values:,} {kinds} values in {len(rounded)} tensors (first: {min(rounded)}) do "
-        "not fit bf16 and were rounded; keep the original checkpoint, export cannot bring them back."
+        f"{sum(rounded.values()):,} of {values:,} {kinds} values in {counted(len(rounded), 'tensor')} "
+        f"(first: {min(rounded)}) do not fit bf16 and were rounded; keep the original checkpoint, "
+        "export cannot bring them back."
     )
 
 
@@ -118,6 +119,5 @@ def nonfinite_note(manifest: Manifest) -> str:
             "in MX such a value spoils its whole block, whose other values become zero or NaN, and an infinity may "
             "turn into the largest finite code under the largest scale."
         )
-    return (
-        f"{sum(kept.values()):,} NaN or infinite values in {len(kept)} tensors (first: {min(kept)}) were kept: {effect}"
-    )
+    found = f"{sum(kept.values()):,} NaN or infinite values in {counted(len(kept), 'tensor')} (first: {min(kept)})"
+    return f"{found} were kept: {effect}"

@@ -43,7 +43,7 @@ def _plan(result: Exploration) -> Section:
         measured = result.measured.get(name.removeprefix("uniform "))
         here = None if measured is None else round(100 * (measured - loss) / loss, 6)
         expected = 100 * total.loss_change / loss
-        rows.append([name, expected, here, 1e3 * total.seconds, total.bytes / 1e6])
+        rows.append([name, expected, here, 1e3 * total.seconds, float(f"{total.bytes / 1e6:.4g}")])
     time = f"ms per step on {plan.device} (estimate)"
     columns = ["", "expected change, %", "measured here, %", time, "weights, MB"]
     recipe = Table(["blocks", "precision"], list(plan.recipe.items()))

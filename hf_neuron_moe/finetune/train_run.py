@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import this_device
-from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.errors import NeuronMoEError, counted
 from hf_neuron_moe.finetune.data import Data, limited, load_data
 from hf_neuron_moe.finetune.early_checks import check_merging, check_packing, check_run, last_complete
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
@@ -130,7 +130,7 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         trained = sum(param.numel() for param in trainer.model.parameters() if param.requires_grad)
         held_out = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
         tell(str(report) if report else describe_unpatched(model))
-        rows = f"{len(trainer.train_dataset):,} rows of {data.kind}, {held_out:,} to evaluate on"
+        rows = f"{counted(len(trainer.train_dataset), 'row')} of {data.kind}, {held_out:,} to evaluate on"
         if getattr(training, "packing", False):
             rows += f"; packed, from {len(data.train):,} and {len(data.held_out or ()):,} in the data"
         tell(f"{trained:,} trainable parameters; {rows}")

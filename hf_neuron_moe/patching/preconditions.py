@@ -14,6 +14,7 @@ from hf_neuron_moe.errors import (
     NeuronMoEWarning,
     NothingToPatchError,
     UnsupportedModelError,
+    counted,
     pattern_of,
     spelled_together,
     with_article,
@@ -151,7 +152,7 @@ def check_not_patched_elsewhere(model: nn.Module, home: nn.Module) -> None:
     parts = {id(holder): state for holder, state in states(home)}
     names = [(name, parts[id(module)]) for name, module in home.named_modules() if id(module) in parts]
     if names:
-        listed = ", ".join(f"{name!r} ({_blocks(len(state.swaps))})" for name, state in names)
+        listed = ", ".join(f"{name!r} ({counted(len(state.swaps), 'block')})" for name, state in names)
         calls = ", ".join(f"unpatch_model(<{name}>)" for name, _ in names)
         expected = "a model that is not patched yet, or that was patched as a whole"
         fix = f"Unpatch that first ({calls}), then patch the outer model; nothing was changed."
@@ -178,7 +179,7 @@ def _refuse_foreign_blocks(model: nn.Module) -> None:
     if blocks:
         raise unsupported(
             "the object that patch_model was called on",
-            f"{with_article(type(model).__name__)} with {_blocks(len(blocks))} "
+            f"{with_article(type(model).__name__)} with {counted(len(blocks), 'block')} "
             f"(first: {blocks[0] or 'itself'!r}) patched "
             "through an outer or another object",
             "Call unpatch_model on the object that was passed to patch_model; nothing was changed.",
@@ -237,10 +238,6 @@ def warn_of_lost_forwards(swaps: Iterable[Swap]) -> None:
             NeuronMoEWarning,
             stacklevel=4,
         )
-
-
-def _blocks(count: int) -> str:
-    return f"{count} block" if count == 1 else f"{count} blocks"
 
 
 def check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:

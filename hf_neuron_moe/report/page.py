@@ -65,7 +65,7 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         from jinja2 import Environment, FileSystemLoader
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
-        expected, remedy = "made with plotly and jinja2", 'Install them: pip install "hf-neuron-moe[report]".'
+        expected, remedy = "made with plotly and jinja2", "Install them: pip install plotly jinja2."
         remedy += " Markdown and JSON (--format) need neither."
         raise ReportError.about("the HTML page", expected, f"no module {error.name}", remedy) from error
     environment = Environment(autoescape=True, loader=FileSystemLoader(_HERE), trim_blocks=True, lstrip_blocks=True)

@@ -182,6 +182,6 @@ def test_rounding_is_told_and_counted(model_dir, run, tmp_path):
     model.save_pretrained(tmp_path / "wide")
     shown = run("convert", tmp_path / "wide", tmp_path / "two", "--precision", "bf16")
     assert shown.code == 0, shown.err
-    assert "note: 2 of 6,144 F32 values in 1 tensors (first: model.layers.0.mlp.down_proj.weight)" in shown.out
+    assert "note: 2 of 6,144 F32 values in 1 tensor (first: model.layers.0.mlp.down_proj.weight)" in shown.out
     as_json = run("convert", tmp_path / "wide", tmp_path / "three", "--precision", "bf16", "--json")
     assert json.loads(as_json.out)["rounded_values"] == 2

@@ -206,7 +206,7 @@ class TritonBackend(TorchBackend):
     def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
         expected = "one that can run here"
         if importlib.util.find_spec("triton") is None:
-            fix = f'Install it: pip install "hf-neuron-moe[triton]". {_OTHERWISE}'
+            fix = f"Install it: pip install triton. {_OTHERWISE}"
             return BackendUnavailableError.about("backend", expected, "'triton', and Triton is not installed", fix)
         from hf_neuron_moe.backends.triton.device_functions import INTERPRETED
 

@@ -23,7 +23,7 @@ from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, 
 from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.source_formats import METHODS, QUANTIZATION_CONFIG
 from hf_neuron_moe.convert.workers import Progress, counting
-from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, public
+from hf_neuron_moe.errors import ConfigError, SourceDamageError, counted, printable, public
 
 MAX_CELL = 300  # Characters of a name or a shape in a line of text
 
@@ -82,14 +82,14 @@ class InspectReport:
     def to_text(self, *, every: bool = False) -> str:
         """A table: one line per kind of tensor (numbers in names replaced by ``*``), or per tensor."""
         nbytes, files = sum(tensor.nbytes for tensor in self.tensors), len({tensor.file for tensor in self.tensors})
-        count = f"{len(self.tensors)} tensors, {nbytes:,} bytes in {files} files"
+        count = f"{counted(len(self.tensors), 'tensor')}, {nbytes:,} bytes in {counted(files, 'file')}"
         lines = [f"{self.directory}: {self.kind}, {count}"]
         if self.options:
             lines.append(
                 "options: " + ", ".join(f"{key} {value}" for key, value in self.options.items() if value is not None)
             )
         for layout, entry in self.layouts.items():
-            lines.append(f"  {layout}: {entry['tensors']} tensors, {entry['bytes']:,} bytes")
+            lines.append(f"  {layout}: {counted(entry['tensors'], 'tensor')}, {entry['bytes']:,} bytes")
         kinds = [(tensor.name, [tensor]) for tensor in self.tensors]
         if not every:
             kinds = [(key[0], tensors) for key, tensors in grouped(self.tensors, _kind).items()]

@@ -14,7 +14,7 @@ from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, read_manifest
 from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.workers import Progress, counting
-from hf_neuron_moe.errors import ConversionError, printable, public
+from hf_neuron_moe.errors import ConversionError, counted, printable, public
 
 CHECKS = ("manifest", "files", "coverage", "finite", "source", "probe")  # In the order in which they run
 
@@ -130,14 +130,15 @@ def _check_conversion(report: VerifyReport, manifest: Manifest, on_nonfinite: st
     """Do the checks that need no source."""
     converted, options = report.directory, manifest.options
     headers = verify_files.header_differences(converted, manifest)
+    stored = len(manifest.tensors)
     readable = sum(not headers[tensor.file] for tensor in manifest.tensors)
     report.left = manifest.left
     report.done = {
-        "manifest": f"precision {options.precision}, layout {options.layout}, {len(manifest.tensors)} tensors",
-        "files": f"checksums of {len(manifest.file_sha256 or headers)} files",
-        "coverage": f"{len(manifest.pieces)} source tensors in {len(manifest.weights)} weights, "
-        f"{len(manifest.tensors)} stored tensors",
-        "finite": f"{readable} tensors",
+        "manifest": f"precision {options.precision}, layout {options.layout}, {counted(stored, 'tensor')}",
+        "files": f"checksums of {counted(len(manifest.file_sha256 or headers), 'file')}",
+        "coverage": f"{counted(len(manifest.pieces), 'source tensor')} in {counted(len(manifest.weights), 'weight')}, "
+        f"{counted(stored, 'stored tensor')}",
+        "finite": counted(readable, "tensor"),
     }
     report.add("files", verify_files.check_files(converted, manifest, headers, step))
     strays = verify_files.strays_in(converted, manifest)
@@ -159,4 +160,4 @@ def _probe(report: VerifyReport, manifest: Manifest, source: Path, probes: int, 
     layers = len({probe.layer for probe in report.probes})
     count = sum(probe.expert is not None for probe in report.probes)
     experts = f", all their {count} experts" if count and not probes else ""
-    report.done["probe"] = f"{layers} layers compared with the source{experts} (seed {seed})"
+    report.done["probe"] = f"{counted(layers, 'layer')} compared with the source{experts} (seed {seed})"

@@ -24,7 +24,7 @@ from hf_neuron_moe.convert.io.source import inside, read_header
 from hf_neuron_moe.convert.io.tensors import TORCH_DTYPES, open_tensors
 from hf_neuron_moe.convert.layout.orientations import FORWARD, SCALES, WORD_LAYOUTS
 from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, counted, naming
 
 Found = Iterator[tuple[str, str]]
 Headers = Mapping[str, list[tuple[str, str]]]  # What differs between each shard's header and the manifest
@@ -112,7 +112,7 @@ def check_finite(converted: Path, manifest: Manifest, headers: Headers, step: St
 
 def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[list[tuple[str, str]], str]:
     """Compare the source with the one that was converted, by sizes, checksums and tensors; say what was covered."""
-    covered, found = f"{len(manifest.source_files)} files", []
+    covered, found = f"{counted(len(manifest.source_files), 'file')}", []
     for file, size in sorted(manifest.source_files.items()):
         path = source / file
         if not path.is_file():
@@ -139,7 +139,7 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[list[tup
         alone = "not converted" if name in tensors else "not in the source"
         both = name in tensors and name in pieces
         found.append((name, "another file, dtype or shape in the source" if both else alone))
-    return found, f"{covered}, {len(tensors)} tensors"
+    return found, f"{covered}, {counted(len(tensors), 'tensor')}"
 
 
 def altered_tensors(path: Path, tensors: list[WrittenTensor]) -> list[str]:
