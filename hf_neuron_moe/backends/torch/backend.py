@@ -126,7 +126,7 @@ class TorchBackend:
     mlp_decode = staticmethod(decode.mlp)
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
-        gating = gating_of(spec.gate)
+        gating = gating_of(spec.gate, spec.precision != "fp32")
         if not keep.backward and not self._on_device(x_SH.device):
             plain = weights[3:] == _NO_BIAS and spec.gate.reads_up_as_it_is
             if plain:
@@ -146,7 +146,8 @@ class TorchBackend:
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
     ) -> MLPGrads:
         spec, keep, wants = call
-        rows, grouped, gating = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights), _gating(spec.gate, keep)
+        rows, grouped = Rows.of_dense(len(dout_SH)), GroupedWeights.of_dense(weights)
+        gating = _gating(spec.gate, spec.precision, keep)
         loader = _loader(spec, dout_SH, rows, grouped, on_device=self._on_device(dout_SH.device))
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
         grads = WeightGrads(weights[:3], _dense_views) if wants.weights else None
@@ -174,7 +175,7 @@ class TorchBackend:
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
     ) -> tuple[Tensor, Saved]:
         gate_up, down = weights[:2]
-        count, gating = routing.index_TK.numel(), gating_of(spec.gate)
+        count, gating = routing.index_TK.numel(), gating_of(spec.gate, spec.precision != "fp32")
         on_device = self._on_device(x_TH.device)
         if not keep.backward and count and not on_device:
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
@@ -197,7 +198,7 @@ class TorchBackend:
     ) -> ExpertsGrads:
         spec, keep, wants = call
         rows = self._rows(routing, weights.down, spec)
-        stack, gating = ExpertStack(weights, spec), _gating(spec.gate, keep)
+        stack, gating = ExpertStack(weights, spec), _gating(spec.gate, spec.precision, keep)
         loader = _loader(spec, dout_TH, rows, stack, on_device=rows.on_device is not None)
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
         grads = WeightGrads(weights[:2], partial(_expert_views, spec=spec)) if wants.weights else None
@@ -265,7 +266,7 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = self._quantized_rows(x_TH, routing, stack)
         saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep)
-        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating_of(stack.gate))
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating_of(stack.gate, True))
         forward = quantized_forward if rows.on_device is None else forward_at_once
         out_TH = forward(x_TH, rows, stack, checkpoints)
         if stack.down_bias is not None:
@@ -283,7 +284,7 @@ class TorchBackend:
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
         rows = self._quantized_rows(dout_TH, routing, stack)
-        gating = _gating(stack.gate, keep)
+        gating = _gating(stack.gate, "mxfp8", keep)
         checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating)  # only gate and up are read
         backward = quantized_backward if rows.on_device is None else backward_at_once
         dx_TH, d_scale_R = backward(dout_TH, x_TH, rows, stack, checkpoints, wants, gating)
@@ -351,8 +352,8 @@ def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
     return FP8Rows(saved[2], saved[3]).take(slice(None), slice(0, saved[2].shape[1])).to(dtype)
 
 
-def _gating(gate: Gate, keep: Keep) -> Gating:
-    gating = gating_of(gate)
+def _gating(gate: Gate, precision: str, keep: Keep) -> Gating:
+    gating = gating_of(gate, precision != "fp32")
     return FP8Gating(**vars(gating)) if keep.fp8 else gating
 
 

@@ -30,7 +30,7 @@ _EVERY = slice(None)
 
 def forward_at_once(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Checkpoints) -> Tensor:
     """Return the sum of each token's rows without down biases, fp32 ``[T, H]``; save gate and up, either or none."""
-    loader, gating, inner = _loader(x_TH), gating_of(stack.gate), stack.inner
+    loader, gating, inner = _loader(x_TH), gating_of(stack.gate, True), stack.inner
     assert rows.on_device is not None
     assert rows.token_R is not None
     assert rows.scale_R is not None

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
+from hf_neuron_moe.backends.torch.compute import call_scratch
 from hf_neuron_moe.errors import not_one_of
 
 InPlace = Callable[[Tensor], Tensor]
@@ -63,6 +64,8 @@ class Gating:
     """What is added to up together with its bias, before it is rounded and saved."""
     act_and_slope: Callable[[Tensor, Tensor, Tensor], object] | None = None
     """Writes activation and derivative at its first argument into the others, where that is faster than apart."""
+    rounded: bool = False
+    """Whether :meth:`up_value` only has to be exact to less than a rounding to bf16."""
 
     @property
     def multiplies_by_up(self) -> bool:
@@ -86,10 +89,12 @@ class Gating:
         return F.silu(out, inplace=True) if self.act_ is None else self.act_(out)
 
     def up_value(self, up: Tensor) -> Tensor:
-        """Return what multiplies the activation: `up` itself, or a new tensor."""
+        """Return what multiplies the activation: `up` itself, or a tensor that is valid until the next call."""
         if self.up_limits != (None, None):
             up = up.clamp(self.up_limits[1], self.up_limits[0])
-        return up if self.up_softcap is None else softcap_(up.clone(), self.up_softcap)
+        if self.up_softcap is None:
+            return up
+        return (softcap_to_round if self.rounded else softcap)(up, self.up_softcap, _spare(up, "up_softcap"))
 
     def intermediate_(self, gate: Tensor, up: Tensor) -> Tensor:
         """Overwrite `gate` with the intermediate and return it; without a gate `up` is read alone."""
@@ -106,9 +111,9 @@ class Gating:
         return out.copy_(act) if self.skip_gate else torch.mul(act, up_value, out=out)
 
     def up_slope_(self, gradient: Tensor, up: Tensor, up_value: Tensor) -> Tensor:
-        """Multiply `gradient` by the derivative of :meth:`up_value`, whose result is given, and return it."""
+        """Multiply `gradient` by the derivative of :meth:`up_value`, whose result is given and overwritten."""
         if self.up_softcap is not None:
-            torch.ops.aten.tanh_backward.grad_input(gradient, up_value / self.up_softcap, grad_input=gradient)
+            torch.ops.aten.tanh_backward.grad_input(gradient, up_value.div_(self.up_softcap), grad_input=gradient)
         return mask_(gradient, up, self.up_limits)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -133,18 +138,30 @@ def clip_(values: Tensor, limits: Limits) -> Tensor:
     return values if upper is None and lower is None else values.clamp_(min=lower, max=upper)
 
 
-def softcap_(values: Tensor, cap: float) -> Tensor:
-    """Overwrite `values` with ``cap tanh(values / cap)``.
+def _spare(values: Tensor, name: str) -> Tensor:
+    """Return a buffer like `values`; fresh ones cost more than what is computed into them (page faults)."""
+    return call_scratch(values.device).get(name, tuple(values.shape), values.dtype)
+
+
+def softcap(values: Tensor, cap: float, out: Tensor) -> Tensor:
+    """Write ``cap tanh(values / cap)`` into `out` and return it.
 
     ``tanh(x) = e / (e + 2)`` with ``e = exp(2x) - 1``, as accurate as torch's tanh and twice as fast.
     """
-    return tanh_(values, cap).mul_(cap)
+    e = torch.mul(values, 2 / cap, out=out).clamp_(max=_TANH_IS_ONE).expm1_()
+    return e.div_(e + 2).mul_(cap)
 
 
-def tanh_(values: Tensor, cap: float) -> Tensor:
-    """Overwrite `values` with ``tanh(values / cap)``."""
-    e = values.mul_(2 / cap).clamp_(max=_TANH_IS_ONE).expm1_()
-    return e.div_(e + 2)
+def softcap_to_round(values: Tensor, cap: float, out: Tensor) -> Tensor:
+    """:func:`softcap` in half of its time, each value within 2**-14 of itself; bf16 rounds to 2**-9.
+
+    ``tanh(x) = 2 s(2x) - 1``, s the logistic function, which loses small values: these are returned as they are.
+    """
+    end, small = _TANH_ENDS * cap, _TANH_IS_LINEAR * cap
+    x = torch.clamp(values, -end, end, out=_spare(values, "softcap"))
+    rest = torch.mul(x, 2 / cap, out=out).sigmoid_().sub_(x, alpha=0.5 / cap).sub_(0.5)
+    torch.ops.aten.hardshrink_backward.grad_input(rest, x, small, grad_input=rest)
+    return torch.add(x, rest, alpha=2 * cap, out=rest)
 
 
 def silu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -155,6 +172,8 @@ def silu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 SWISH_BETA = 1.702
 _TANH_IS_ONE = 60.0  # from half of it on
+_TANH_IS_LINEAR = 0.01  # up to it, within 2**-14
+_TANH_ENDS = 10.0  # 1 in fp32 from here on
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
 _NO_LIMIT = 2.0**80  # a value that is not reached by here is never reached
@@ -246,18 +265,19 @@ def _swish(alpha: float) -> Activation:
     )
 
 
-def _softcapped_silu(cap: float) -> Activation:
-    """``c t s`` and ``s ((1 - t^2) + c t (1 - s))`` with ``t = tanh(x / c)``, s the logistic function of x."""
+def _softcapped_silu(cap: float, rounded: bool) -> Activation:
+    """``v s`` and ``s + v s (1 - s - v / c^2)`` with ``v = c tanh(x / c)``, s the logistic function of x."""
+    capped = softcap_to_round if rounded else softcap
 
     def value_(x: Tensor) -> Tensor:
-        s = torch.sigmoid(x)
-        return softcap_(x, cap).mul_(s)
+        v = capped(x, cap, _spare(x, "gate_softcap"))
+        return x.sigmoid_().mul_(v)
 
     def both(x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
-        t, s = tanh_(value.copy_(x), cap), torch.sigmoid(x, out=grad)
-        first, second = torch.ops.aten.tanh_backward(s, t), torch.ops.aten.sigmoid_backward(t, s)
-        t.mul_(cap).mul_(s)
-        return torch.add(first, second, alpha=cap, out=grad)
+        v, s = capped(x, cap, value), torch.sigmoid(x, out=grad)
+        share = torch.add(s, v, alpha=cap**-2, out=_spare(x, "gate_softcap"))
+        product = v.mul_(s)
+        return s.addcmul_(product, share, value=-1).add_(product)
 
     return Activation(
         lambda x: (x / cap).tanh_().mul_(cap).mul_(torch.sigmoid(x)),
@@ -284,15 +304,15 @@ def argument_of(activation: Activation, value: float) -> float | None:
 
 
 @functools.cache
-def gating_of(gate: Gate) -> Gating:
-    """Return how blocks with this gate compute."""
+def gating_of(gate: Gate, rounded: bool = False) -> Gating:
+    """Return how blocks with this gate compute; `rounded` where the intermediate is rounded to bf16 or less."""
     if gate.act not in ACTIVATIONS:
         raise not_one_of("act", gate.act, ACTIVATIONS)
     activation = ACTIVATIONS[gate.act]
     if gate.act == "swish":
         activation = _swish(gate.alpha)
     elif gate.gate_softcap is not None:
-        activation = _softcapped_silu(gate.gate_softcap)
+        activation = _softcapped_silu(gate.gate_softcap, rounded)
     plain = activation is ACTIVATIONS["silu"]
     gate_max, offset = gate.gate_max, gate.up_offset
     if gate.act_max is not None:
@@ -308,6 +328,7 @@ def gating_of(gate: Gate) -> Gating:
         gate.up_softcap,
         offset,
         activation.both if (gate_max, gate.gate_min) == (None, None) else None,
+        rounded,
     )
 
 

@@ -81,7 +81,7 @@ def quantized_forward(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Chec
 
     `x_TH` is bf16, or fp32 holding such values. With words the rows' factors multiply the output.
     """
-    loader, sums, gating = Loader(_FORWARD, call_scratch(x_TH.device)), rows.sums(x_TH), gating_of(stack.gate)
+    loader, sums, gating = Loader(_FORWARD, call_scratch(x_TH.device)), rows.sums(x_TH), gating_of(stack.gate, True)
     x = _QuantizedRows(x_TH, rows.token_R, loader=loader, scheme=stack.gate_up_layout.scheme)
     for expert, start, end in rows.runs:
         weights = stack.expert(None if rows.token_R is None else expert)

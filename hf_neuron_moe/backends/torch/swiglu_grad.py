@@ -60,7 +60,7 @@ class SwiGLUGrad(NamedTuple):
             gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
             return
-        gating.up_slope_(torch.mul(act, d_int, out=d_up), up, up_value)
+        torch.mul(act, d_int, out=d_up)
         if self.mx and not gating.rounds_itself:
             one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
             slope = self.round_(gating.slope(gate, one, out=d_gate))
@@ -69,6 +69,7 @@ class SwiGLUGrad(NamedTuple):
             d_gate.mul_(d_int.mul_(up_value))
         else:
             gating.slope(gate, d_int.mul_(up_value), out=d_gate)
+        gating.up_slope_(d_up, up, up_value)
         mask_(d_gate, gate, gating.gate_limits)
 
     def _activate(

@@ -53,7 +53,7 @@ def mlp(
         try:
             gate_1I, up_1I = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
             if up_1I.shape == gate_1I.shape:
-                act_1I = gating_of(gate).activate_(gate_1I.float()).mul_(up_1I)
+                act_1I = gating_of(gate, True).activate_(gate_1I.float()).mul_(up_1I)
                 out_1H = F.linear(gate_1I.copy_(act_1I), down_HI)
                 return out_1H if out_1H.shape == x_SH.shape else None  # functional.linear takes vectors and any H
         except RuntimeError:  # operands that do not fit: the tiled path casts them, or says what is wrong
@@ -68,7 +68,7 @@ def mlp(
     if not suit(precision, dtype, x_SH.device, rows, rows):
         return None
     gate_SI, up_SI = _linear(x_SH, gate_IH), _linear(x_SH, up_IH)
-    return _linear(_gated(gate_SI, up_SI, None, gating_of(gate)), down_HI).contiguous()
+    return _linear(_gated(gate_SI, up_SI, None, gating_of(gate, precision != "fp32")), down_HI).contiguous()
 
 
 def network(x_SH: Tensor, weights: FFNWeights, precision: str, gating: Gating) -> Tensor | None:
