@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.folder import resolve_source
@@ -105,8 +99,8 @@ def check_weights(folder: Path) -> None:
         files = [SAFE_WEIGHTS_NAME]
     elif index is not None:
         files = sorted(set(read_index(index)[0].values()))
-    elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)):
-        return  # pickled, or elsewhere: loading checks them
+    elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        return  # pickled: loading checks them
     else:
         fix, got = "Name another folder, or download the weights into this one.", f"{str(folder)!r} without any"
         raise SourceDamageError.about("model", "a folder with weights", got, fix)
