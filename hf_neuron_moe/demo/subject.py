@@ -102,5 +102,5 @@ def _llama(source: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        got = f"{source}, of which transformers says: {' '.join(str(error).split())[:200]}"
+        got = f"{source}, of which transformers says: {' '.join(str(error).split()).rstrip('.')}"
         raise ConfigError.about("--model", expected, got, fix) from error

@@ -33,7 +33,9 @@ def folder_of(argument: str, name: str, revision: str) -> Path:
         got = f"{name!r}: {one_line(error)}"
         raise SourceDamageError.about(argument, expected, got, fix).named("train") from error
     if not folder.is_dir():
-        fix = "Correct the path; a hub id is OWNER/NAME. `hf-neuron-moe tiny-model` makes the models of tiny-*."
+        fix, last = "Correct the path; a hub id is OWNER/NAME.", Path(name).name
+        if last.startswith("tiny-"):  # as in the package's configurations
+            fix = f"Make it: `hf-neuron-moe tiny-model {last.removeprefix('tiny-')} {name}`."
         raise bad(argument, "an existing folder or a hub id", f"{name!r}, a folder that does not exist", fix)
     return folder
 

@@ -181,7 +181,12 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
             raise bad(key, "what TRL and transformers train with", one_line(error), "Correct it.") from error
     if stop.stopped:
         raise TrainingInterrupted(f"stopped after step {trainer.state.global_step}, with a checkpoint in {out}")
-    trainer.save_metrics("train", metrics)
+    if stop.steps:
+        trainer.save_metrics("train", metrics)
+    else:  # the run had ended: its loss stays in the file
+        metrics = {}
+        if trainer.is_world_process_zero():
+            tell(f"nothing was left to train: the checkpoint is of step {trainer.state.global_step}, the last one")
     if trainer.eval_dataset is not None:
         measured = trainer.evaluate()
         if options.data.method == "sft":

@@ -62,6 +62,8 @@ def test_names_that_are_no_folder_and_not_known_to_the_hub(tmp_path: Path, monke
         check(options(tmp_path, tokenizer="owner/words"))
     with refused(ConfigError, "model", got="'./none', a folder that does not exist"):
         check(options("./none"))
+    with refused(ConfigError, "model", "`hf-neuron-moe tiny-model mixtral ./tiny-mixtral`"):
+        check(options("./tiny-mixtral"))
     asked: list[str] = []
 
     def resolve(name: str, *, weights: bool) -> Path:

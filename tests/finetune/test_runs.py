@@ -228,6 +228,10 @@ def test_adapters_that_peft_moves_onto_experts_are_resumed(
         finetune(read_options(given(**{**keys, "lora_targets": ["q_proj"]})))
     finetune(read_options(given(**{**keys, "lora_targets": targets})))
     assert len(losses(tmp_path / "out")) == 2
+    written, told = (tmp_path / "out" / "train_results.json").read_text(), list[str]()
+    assert "train_loss" not in finetune(read_options(given(**{**keys, "lora_targets": targets})), told.append)
+    assert "nothing was left to train: the checkpoint is of step 2, the last one" in told
+    assert (tmp_path / "out" / "train_results.json").read_text() == written and '"train_loss"' in written
 
 
 def test_a_checkpoint_of_another_run_is_not_resumed(models: dict[str, Path], tmp_path: Path) -> None:
