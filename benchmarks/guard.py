@@ -24,13 +24,12 @@ from typing import Any
 if str(Path(__file__).resolve().parent) in sys.path:
     sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity_study"))
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from study_models import SUBJECTS, Study
+from study_models import SUBJECTS, Study, study_parser
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -54,17 +53,12 @@ MODELS: dict[str, Any] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--out", type=Path, default=Path("guard_output"), help="folder of the runs")
+    parser = study_parser(__doc__, "guard_output")
     parser.add_argument("--only", nargs="+", choices=sorted(SUBJECTS), default=sorted(SUBJECTS))
     parser.add_argument("--precision", choices=("bf16", "mxfp8"), default="mxfp8")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--model", type=Path, help="SmolLM2's folder (default: from its PyPI wheel, as in the demo)")
     parser.add_argument("--cost-only", action="store_true")
     parser.add_argument("--pairs", type=int, default=7, help="steps with and without the guard, for the cost")
-    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
     return parser.parse_args()
 
 

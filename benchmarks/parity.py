@@ -24,13 +24,12 @@ from typing import Any
 if str(Path(__file__).resolve().parent) in sys.path:
     sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity_study"))
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from study_models import SUBJECTS, Study, Subject
+from study_models import SUBJECTS, Study, Subject, study_parser
 from study_runs import Run, do, known_result, planned
 from study_summary import FP32_HEADINGS, HEADINGS, fp32_rows, markdown, rows, summarize, verdict
 from transformers.utils import logging as transformers_logging
@@ -41,17 +40,12 @@ PROGRESS_S = 10.0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--out", type=Path, default=Path("parity_output"), help="folder of the runs and parity.json")
+    parser = study_parser(__doc__, "parity_output")
     parser.add_argument("--docs", type=Path, help="write the tables to this Markdown file")
     parser.add_argument("--only", nargs="+", choices=sorted(SUBJECTS), help="these models only")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="steps of every run, for a trial")
     parser.add_argument("--budget-minutes", type=float, default=60.0, help="begin no run that would end later")
-    parser.add_argument("--model", type=Path, help="SmolLM2's folder (default: from its PyPI wheel, as in the demo)")
-    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps < 1):
         parser.error("--seeds and --steps must be at least 1")

@@ -15,22 +15,15 @@ gpt-oss's limits of 7.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
+from upcycle_mixtral import upcycled
 
-from hf_neuron_moe.demo.upcycle import (
-    LAYER_CHOICES,
-    ROUTER_STD,
-    SHARED_OPTIONS,
-    choose_layers,
-    perturbed_copies,
-    with_new_layers,
-)
+from hf_neuron_moe.demo.upcycle import ROUTER_STD, SHARED_OPTIONS, USUAL, Experts, perturbed_copies, with_new_layers
 
 ALPHA = 1.702  # of gpt-oss's Swish
 NO_SINK = -1e4  # a sink's logit that takes no attention
@@ -39,18 +32,10 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NOT_CONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
-def upcycle(
-    llama: LlamaForCausalLM,
-    *,
-    layers: Sequence[int] | None = None,
-    experts: int = 4,
-    top_k: int = 2,
-    noise: float = 0.02,
-    seed: int = 0,
-) -> GptOssForCausalLM:
+def upcycle(llama: LlamaForCausalLM, wanted: Experts = USUAL) -> GptOssForCausalLM:
     """Return a gpt-oss made from a Llama's weights, in its dtype and in eval mode.
 
-    Arguments are those of ``demo.upcycle.upcycle``. Experts are ``gate_up_proj [E, H, 2I]``, gate and up in turn,
+    Experts are ``gate_up_proj [E, H, 2I]``, gate and up in turn,
     and ``down_proj [E, I, H]``.
 
     Raises:
@@ -60,18 +45,18 @@ def upcycle(
         raise ValueError(f"the Llama's hidden_act must be silu, which gpt-oss computes, got {llama.config.hidden_act}")
     if llama.config.attention_bias or llama.config.mlp_bias:
         raise ValueError("the Llama has attention_bias or mlp_bias; this script sets gpt-oss's biases itself")
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k must be 1..{experts} (the number of experts), got {top_k}")
-    taken = choose_layers(llama.config.num_hidden_layers, None) if layers is None else list(layers)
+    if not 1 <= wanted.top_k <= wanted.experts:
+        raise ValueError(f"top_k must be 1..{wanted.experts} (the number of experts), got {wanted.top_k}")
+    taken = wanted.taken_of(llama)
     shared = {name: getattr(llama.config, name) for name in SHARED_OPTIONS}
     config = GptOssConfig(
         **shared,
         num_hidden_layers=len(taken),
-        num_local_experts=experts,
-        num_experts_per_tok=top_k,
+        num_local_experts=wanted.experts,
+        num_experts_per_tok=wanted.top_k,
         layer_types=["full_attention"] * len(taken),
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(wanted.seed)
     gpt_oss = GptOssForCausalLM(config).to(llama.dtype)
     attention = gpt_oss.model.layers[0].self_attn.state_dict().items()
     inert = {
@@ -79,27 +64,27 @@ def upcycle(
         for key, value in attention
         if key == "sinks" or key.endswith(".bias")
     }
-    new = (inert | _mlp(llama, source, experts, noise, generator) for source in taken)
+    new = (inert | _mlp(llama, source, wanted, generator) for source in taken)
     gpt_oss.load_state_dict(with_new_layers(llama, taken, new))
     if llama.generation_config is not None:
         gpt_oss.generation_config = llama.generation_config
     return gpt_oss.eval()
 
 
-def _mlp(llama: LlamaForCausalLM, layer: int, E: int, noise: float, generator: torch.Generator) -> dict[str, Tensor]:
+def _mlp(llama: LlamaForCausalLM, layer: int, wanted: Experts, generator: torch.Generator) -> dict[str, Tensor]:
     """Return one layer's ``mlp.*``: experts from the Llama's MLP, and a new router."""
     mlp = llama.model.layers[layer].mlp
     gate_up_2IH = torch.stack([mlp.gate_proj.weight.detach() / ALPHA, mlp.up_proj.weight.detach()], dim=1).flatten(0, 1)
     down_HI = mlp.down_proj.weight.detach() * ALPHA
-    (H, inner), dtype = down_HI.shape, down_HI.dtype
+    (H, inner), dtype, E = down_HI.shape, down_HI.dtype, wanted.experts
     bias_E2I = torch.zeros(E, 2 * inner, dtype=dtype)
     bias_E2I[:, 1::2] = -1
     return {
         "mlp.router.weight": (torch.randn(E, H, generator=generator) * ROUTER_STD).to(dtype),
         "mlp.router.bias": torch.zeros(E, dtype=dtype),
-        "mlp.experts.gate_up_proj": perturbed_copies(gate_up_2IH, E, noise, generator).transpose(1, 2).contiguous(),
+        "mlp.experts.gate_up_proj": perturbed_copies(gate_up_2IH, wanted, generator).transpose(1, 2).contiguous(),
         "mlp.experts.gate_up_proj_bias": bias_E2I,
-        "mlp.experts.down_proj": perturbed_copies(down_HI, E, noise, generator).transpose(1, 2).contiguous(),
+        "mlp.experts.down_proj": perturbed_copies(down_HI, wanted, generator).transpose(1, 2).contiguous(),
         "mlp.experts.down_proj_bias": torch.zeros(E, H, dtype=dtype),
     }
 
@@ -152,27 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", required=True, help="Llama checkpoint: a local folder or a hub id")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the new checkpoint")
-    parser.add_argument("--layers", type=int, help="take only N layers (default: all)")
-    parser.add_argument("--layer-choice", choices=LAYER_CHOICES, default="ends", help="which ones (default: ends)")
-    parser.add_argument("--experts", type=int, default=4, help="experts per layer (default: 4)")
-    parser.add_argument("--top-k", type=int, default=2, help="experts per token (default: 2)")
-    parser.add_argument("--noise", type=float, default=0.02, help="perturbation relative to weight RMS (default: 0.02)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action="store_true", help="do not round the experts to MXFP4")
-    args = parser.parse_args()
-    llama = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    if not isinstance(llama, LlamaForCausalLM):
-        parser.error(f"--model must be a LlamaForCausalLM, got {type(llama).__name__}")
-    layers = choose_layers(llama.config.num_hidden_layers, args.layers, args.layer_choice)
-    model = upcycle(llama, layers=layers, experts=args.experts, top_k=args.top_k, noise=args.noise, seed=args.seed)
+    args, model = upcycled(parser, upcycle)
     if args.bf16:
         model.to(torch.bfloat16).save_pretrained(args.out)
     else:
         save_mxfp4(model, args.out)
-    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.out)
-    print(f"{args.out}: {model.num_parameters():,} parameters, {model.config.num_hidden_layers} layers")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.backends.torch import compute
+from tests.browsing import opened_chromium
 from tests.thinned import thin
 from tests.unsynced import leave_out_syncs
 
@@ -129,3 +130,10 @@ def repo_root() -> Path:
 def golden_dir(repo_root: Path) -> Path:
     """Folder of the recorded reference tensors."""
     return repo_root / "tests" / "golden"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium, for pages."""
+    with opened_chromium() as opened:
+        yield opened

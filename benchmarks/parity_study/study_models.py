@@ -5,6 +5,7 @@ Legend: B sequences per batch, L tokens per sequence, N windows, V vocabulary.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from transformers import (
 
 from hf_neuron_moe.demo.smollm2 import obtain
 from hf_neuron_moe.demo.speeches import encoder, speeches, token_windows
-from hf_neuron_moe.demo.upcycle import choose_layers, upcycle
+from hf_neuron_moe.demo.upcycle import Experts, choose_layers, upcycle
 from hf_neuron_moe.recipes.variant_runs import batches
 
 TEXT_TOKENS = 50_000
@@ -91,7 +92,7 @@ class Study:
         if name == "scratch-mixtral":
             return MixtralForCausalLM(scratch_config(subject))
         llama = self._healed(subject.layers)
-        return llama if name == "smollm2" else upcycle(llama, experts=4, seed=seed).train()
+        return llama if name == "smollm2" else upcycle(llama, Experts(seed=seed)).train()
 
     def windows(self, name: str) -> Tensor:
         """Return the training text as ``[N, L]`` token ids of this model."""
@@ -180,3 +181,13 @@ def with_layers(llama: LlamaForCausalLM, layers: list[int]) -> LlamaForCausalLM:
     smaller = LlamaForCausalLM(LlamaConfig.from_dict(options))
     smaller.load_state_dict(weights)
     return smaller.train()
+
+
+def study_parser(description: str | None, out: str) -> argparse.ArgumentParser:
+    """Return a parser with what the benchmarks of these models have in common."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder of the runs and their summary")
+    parser.add_argument("--model", type=Path, help="SmolLM2's folder (default: from its PyPI wheel, as in the demo)")
+    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
+    return parser

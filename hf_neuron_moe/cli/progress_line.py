@@ -87,7 +87,8 @@ def _logged(label: str, watch: Watch, unit: str) -> Update:
             words = f"{done:,} of {total:,} {unit}" if unit else f"{in_words(done)} of {in_words(total)}"
             rate = "" if unit else f", {in_words(done / now)}/s"
             spent, here = (now - begin[0], done - begin[1]) if done > begin[1] else (now, max(done, 1))
-            left = f"about {spent * (total - done) / here / 60:,.0f} min left"
+            minutes = round(spent * (total - done) / here / 60)
+            left = f"about {minutes:,} min left" if minutes else "less than a minute left"
             progress = f"{words} ({100 * done // max(total, 1)} %){rate}"
             line = f"{label}: {progress}, {left}, peak {in_words(watch.peak)}"
             typer.echo(line, err=True)

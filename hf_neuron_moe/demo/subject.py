@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_neuron_moe.demo.smollm2 import load
 from hf_neuron_moe.demo.speeches import Encode, encoder
-from hf_neuron_moe.demo.upcycle import choose_layers, upcycle
+from hf_neuron_moe.demo.upcycle import Experts, choose_layers, upcycle
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.recipes.variant_runs import Setting
 
@@ -69,7 +69,7 @@ def upcycled(source: str | None, layers: int, steps: int | None, seed: int) -> S
     """Return a Mixtral made from `layers` layers of a Llama: `source`, or SmolLM2 from its package."""
     llama, tokenizer = load() if source is None else _llama(source)
     taken = choose_layers(llama.config.num_hidden_layers, min(layers, llama.config.num_hidden_layers))
-    model = upcycle(llama, layers=taken, experts=EXPERTS, seed=seed)
+    model = upcycle(llama, Experts(taken, EXPERTS, seed=seed))
     setting = Setting(steps or 20, batch=2, length=96, learning_rate=2e-4)
     title = (
         f"a Mixtral of {model.num_parameters() / 1e6:,.0f} M parameters, made from {len(taken)} of the "
@@ -102,5 +102,5 @@ def _llama(source: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        got = f"{source}, of which transformers says: {' '.join(str(error).split())[:200]}"
+        got = f"{source}, of which transformers says: {' '.join(str(error).split()).rstrip('.')}"
         raise ConfigError.about("--model", expected, got, fix) from error

@@ -16,6 +16,7 @@ training, that of ``first`` far above: its last layer was never meant to feed th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,24 @@ def choose_layers(available: int, count: int | None, choice: str = "ends") -> li
     return [*range(head), *range(available - (count - head), available)]
 
 
+@dataclass(frozen=True)
+class Experts:
+    """What is made of a Llama's MLPs."""
+
+    layers: Sequence[int] | None = None  # indices of the layers to take, in their new order; None for all
+    experts: int = 4  # per layer (E)
+    top_k: int = 2  # experts per token (K)
+    noise: float = 0.02  # deviation of each expert's perturbation, relative to the RMS of the copied weight
+    seed: int = 0  # of the perturbation and the router
+
+    def taken_of(self, llama: LlamaForCausalLM) -> list[int]:
+        """Indices of the layers that are taken."""
+        return choose_layers(llama.config.num_hidden_layers, None) if self.layers is None else list(self.layers)
+
+
+USUAL = Experts()
+
+
 def mixtral_config(llama: LlamaConfig, layers: int, experts: int, top_k: int) -> MixtralConfig:
     """Return the Mixtral config that describes `layers` layers of the Llama with `experts` experts each.
 
@@ -90,25 +109,25 @@ def mixtral_config(llama: LlamaConfig, layers: int, experts: int, top_k: int) ->
     )
 
 
-def perturbed_copies(weight: Tensor, experts: int, noise: float, generator: torch.Generator) -> Tensor:
-    """Stack `experts` copies of a weight, each with Gaussian noise of `noise` times the weight's RMS added."""
-    copies = weight.expand(experts, *weight.shape).clone()
-    scale = noise * weight.square().mean().sqrt()
+def perturbed_copies(weight: Tensor, wanted: Experts, generator: torch.Generator) -> Tensor:
+    """Stack a copy of a weight per expert, each with Gaussian noise of `noise` times the weight's RMS added."""
+    copies = weight.expand(wanted.experts, *weight.shape).clone()
+    scale = wanted.noise * weight.square().mean().sqrt()
     return copies.add_(torch.randn(copies.shape, generator=generator, dtype=weight.dtype) * scale)
 
 
 def _expert_weights(
-    llama: LlamaForCausalLM, layer: int, experts: int, noise: float, generator: torch.Generator
+    llama: LlamaForCausalLM, layer: int, wanted: Experts, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Return one layer's ``mlp.*`` weights of the Mixtral: experts from the Llama's MLP, and a new router."""
     mlp = llama.model.layers[layer].mlp
     gate_up_2IH = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
     down_HI = mlp.down_proj.weight.detach()
-    router_EH = torch.randn(experts, down_HI.shape[0], generator=generator) * ROUTER_STD
+    router_EH = torch.randn(wanted.experts, down_HI.shape[0], generator=generator) * ROUTER_STD
     return {
         "mlp.gate.weight": router_EH.to(down_HI.dtype),
-        "mlp.experts.gate_up_proj": perturbed_copies(gate_up_2IH, experts, noise, generator),
-        "mlp.experts.down_proj": perturbed_copies(down_HI, experts, noise, generator),
+        "mlp.experts.gate_up_proj": perturbed_copies(gate_up_2IH, wanted, generator),
+        "mlp.experts.down_proj": perturbed_copies(down_HI, wanted, generator),
     }
 
 
@@ -123,24 +142,12 @@ def with_new_layers(
     return weights
 
 
-def upcycle(
-    llama: LlamaForCausalLM,
-    *,
-    layers: Sequence[int] | None = None,
-    experts: int = 4,
-    top_k: int = 2,
-    noise: float = 0.02,
-    seed: int = 0,
-) -> MixtralForCausalLM:
+def upcycle(llama: LlamaForCausalLM, wanted: Experts = USUAL) -> MixtralForCausalLM:
     """Return a Mixtral made from a Llama's weights; the Llama is not changed and shares no memory with it.
 
     Args:
         llama: the source, on the CPU.
-        layers: indices of the layers to take, in their new order; None for all.
-        experts: experts per layer (E).
-        top_k: experts per token (K).
-        noise: standard deviation of the perturbation of each expert, relative to the RMS of the copied weight.
-        seed: seeds the perturbation and the router.
+        wanted: layers, experts, noise and seed.
 
     Returns:
         The Mixtral, in the Llama's dtype, in eval mode. Experts are ``gate_up_proj [E, 2I, H]`` (gate rows first) and
@@ -149,12 +156,12 @@ def upcycle(
     Raises:
         ValueError: see :func:`mixtral_config`.
     """
-    taken = choose_layers(llama.config.num_hidden_layers, None) if layers is None else list(layers)
-    config = mixtral_config(llama.config, len(taken), experts, top_k)
-    generator = torch.Generator().manual_seed(seed)
+    taken = wanted.taken_of(llama)
+    config = mixtral_config(llama.config, len(taken), wanted.experts, wanted.top_k)
+    generator = torch.Generator().manual_seed(wanted.seed)
     mixtral = MixtralForCausalLM(config)
     nn.Module.to(mixtral, llama.dtype)
-    new = (_expert_weights(llama, source, experts, noise, generator) for source in taken)
+    new = (_expert_weights(llama, source, wanted, generator) for source in taken)
     mixtral.load_state_dict(with_new_layers(llama, taken, new))
     if llama.generation_config is not None:
         mixtral.generation_config = llama.generation_config

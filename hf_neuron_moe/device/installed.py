@@ -33,7 +33,7 @@ COMPILER = "neuronxcc"
 """Module of the compiler's package."""
 _SYSTEM = "Linux x86_64"
 _OLDEST_PYTHON = (3, 12)
-_INSTALLATION = "docs/neuron.md in the source, Installation"
+_INDEX = "pip's --index-url, whose address is on the page 'Install PyTorch for Neuron' of AWS's documentation"
 
 _FAILURES = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
 """What an installation whose parts do not fit together raises where it is asked about itself."""
@@ -89,13 +89,13 @@ class Installation:
         """The first reason why no Neuron kernel can run here, and what to do where every package can be imported."""
         if self.reason is not None:
             step = "Make an environment with the packages of SDK 2.33 from AWS's own index"
-            return self.reason, f"{step} ({_INSTALLATION})."
+            return self.reason, f"{step} ({_INDEX})."
         if self.compiler.state != OK:
             return f"{self.compiler.name} is {self.compiler.state}, and it compiles the kernels", ""
         if self.devices is None:
             reason = "there is no runtime: torch has no torch.neuron, which torch-neuronx registers"
             step = "Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or install the native torch-neuronx of SDK 2.33"
-            return reason, f"{step} ({_INSTALLATION})."
+            return reason, f"{step} ({_INDEX})."
         if self.devices == 0:
             step = "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing"
             return "the packages are here, and the runtime offers no logical core", f"{step}."
@@ -103,8 +103,8 @@ class Installation:
             if value is None:
                 return source, "Correct or unset that variable."
         if all(kernel.generation is None for kernel in self.kernels):
-            step = "Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY"
-            return f"none of the kernels can be called: {self.kernels[0].reason}", f"{step} ({_INSTALLATION})."
+            step = "Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY."
+            return f"none of the kernels can be called: {self.kernels[0].reason}", step
         return None
 
     @property
@@ -130,7 +130,7 @@ class Installation:
         if obstacle is None:
             return ("`hf-neuron-moe verify-device MODEL_DIR --layers 1` compares a block with PyTorch.",)
         if self.others.get("torch") is None:
-            return (f"Install this package with what it needs, torch and transformers: {_INSTALLATION}.",)
+            return ("Install this package with what it needs, torch first; pip's --no-deps leaves that out.",)
         if self.machine != _SYSTEM:
             return (f"Go to a Trn2 or Trn3 instance: AWS's packages are for {_SYSTEM}, and this is {self.machine}.",)
         # nkilib also comes with the compiler: where that is still to be installed, it is no step of its own.
@@ -140,7 +140,7 @@ class Installation:
         missing = [each.name for each in self.packages if each.state == MISSING and each.module not in bundled]
         if not replaced and not missing:
             again = f"Install {', '.join(broken)} again, all of one SDK release, and torch-neuronx of torch's minor "
-            where = f"version ({_INSTALLATION}); the table below says what each raised when it was imported."
+            where = "version; the table below says what each raised when it was imported."
             return (again + where if broken else obstacle[1],)
         steps = []
         if self.target[0] is None or self.target[1] == versions.ASSUMED:
@@ -149,7 +149,7 @@ class Installation:
             steps.append(f"Make an environment of Python 3.12 or 3.13: AWS has no wheels for {self.python}.")
         if replaced:
             steps.append(f"`pip uninstall -y {' '.join(replaced)}`: PyPI's placeholders, which have no code.")
-        return (*steps, f"Install {', '.join(replaced + missing)} from AWS's own index ({_INSTALLATION}).")
+        return (*steps, f"Install {', '.join(replaced + missing)} from AWS's own index ({_INDEX}).")
 
 
 def inspect_installation() -> Installation:

@@ -50,7 +50,7 @@ def checked_rows(
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        got = f"{directory}, of which transformers says: {' '.join(str(error).split())[:200]}"
+        got = f"{directory}, of which transformers says: {' '.join(str(error).split()).rstrip('.')}"
         raise ConfigError.about("model", "a folder with a tokenizer", got, fix) from error
     rows_NL = token_rows(text, tokenizer, tokens, length, less=less)
     if (largest := int(rows_NL.max())) >= config.vocab_size:
@@ -103,7 +103,7 @@ def _ids(part: Any, tokenizer: Any, path: Path) -> list[int]:
     try:
         ids = tokenizer.apply_chat_template(part, return_dict=True)["input_ids"]
     except (TemplateError, TypeError, ValueError) as error:
-        got = f"a chat in {path}, of which the template says: {' '.join(str(error).split())[:200]}"
+        got = f"a chat in {path}, of which the template says: {' '.join(str(error).split()).rstrip('.')}"
         fix = f'Give the tokenizer a chat template that takes it, or lines with the key "{TEXT_KEY}".'
         raise ConfigError.about("text", "made of chats of the tokenizer's template", got, fix) from error
     return ids

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.convert.assign import build_meta_model
@@ -41,6 +47,9 @@ from hf_neuron_moe.training.checkpoint_files import find_last_complete
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers for which transformers makes a mask from position ids."""
+
+WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""Files that a whole model is saved in, pickled ones too."""
 
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "num_experts")
 """What models differ in; the vocabulary may have grown."""
@@ -73,10 +82,19 @@ def check_run(options: Options) -> bytes | str:
         folder_of("tokenizer", model.tokenizer, "main")
     folder = folder_of("model", model.model, model.revision)
     if Path(model.model).is_dir():
+        check_no_adapter(folder)
         check_weights(folder)
     config = read_config(folder)
     check_training(options, config)
     return config
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter: transformers would load it frozen, and TRL would put another one over it."""
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        base = content_of(read_config(folder, ADAPTER_CONFIG_NAME)).get("base_model_name_or_path")
+        fix = f"Name its base, {base!r}, and continue the run with --resume; or save a merged model: lora_merge: true."
+        raise bad("model", f"a folder without {ADAPTER_CONFIG_NAME}", f"{str(folder)!r}, which has an adapter", fix)
 
 
 def check_leftovers(options: Options) -> None:
@@ -85,7 +103,7 @@ def check_leftovers(options: Options) -> None:
     if not adapters and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
         fix = "Name another folder, or set lora_rank as that run did."
         raise bad("output_dir", "a folder without an adapter when a whole model is trained", repr(folder), fix)
-    whole = any((Path(folder) / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    whole = any((Path(folder) / name).is_file() for name in WHOLE_MODEL)
     if adapters and whole and not options.training.resume_from_checkpoint:  # which is compared with the run later
         fix = "Name another folder, or train the whole model as that run did (lora_rank: 0)."
         raise bad("output_dir", "a folder without a whole model when adapters are trained", repr(folder), fix)
@@ -275,11 +293,13 @@ def check_resumed(options: Options, config: bytes | str) -> None:
     was: dict[str, Any] = {"lora_rank": adapter.get("r", 0)}
     now: dict[str, Any] = {"lora_rank": options.lora.lora_rank}
     if adapter:
-        was |= {"lora_parameters": sorted(adapter.get("target_parameters") or [])}
-        now |= {"lora_parameters": sorted(options.lora.lora_parameters)}
-        if options.lora.lora_targets != ["all-linear"]:
-            was |= {"lora_targets": sorted(adapter.get("target_modules") or [])}
-            now |= {"lora_targets": sorted(options.lora.lora_targets)}
+        modules, made = (set(adapter.get(f"target_{kind}") or []) for kind in ("modules", "parameters"))
+        every, parameters = options.lora.lora_targets == ["all-linear"], set(options.lora.lora_parameters)
+        targets = modules if every else set(options.lora.lora_targets)
+        if made - parameters and (every or targets - modules):
+            made, targets = made & parameters, targets & modules  # peft made parameters of targets such as w1
+        was |= {"lora_parameters": sorted(made), "lora_targets": sorted(modules)}
+        now |= {"lora_parameters": sorted(parameters), "lora_targets": sorted(targets)}
     else:
         was |= {name: value for name, value in content_of(read_config(folder)).items() if name in SHAPE}
         now |= {name: value for name, value in content_of(config).items() if name in SHAPE}

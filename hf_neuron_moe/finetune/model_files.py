@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.folder import resolve_source
@@ -39,7 +33,9 @@ def folder_of(argument: str, name: str, revision: str) -> Path:
         got = f"{name!r}: {one_line(error)}"
         raise SourceDamageError.about(argument, expected, got, fix).named("train") from error
     if not folder.is_dir():
-        fix = "Correct the path; a hub id is OWNER/NAME. `hf-neuron-moe tiny-model` makes the models of tiny-*."
+        fix, last = "Correct the path; a hub id is OWNER/NAME.", Path(name).name
+        if last.startswith("tiny-"):  # as in the package's configurations
+            fix = f"Make it: `hf-neuron-moe tiny-model {last.removeprefix('tiny-')} {name}`."
         raise bad(argument, "an existing folder or a hub id", f"{name!r}, a folder that does not exist", fix)
     return folder
 
@@ -105,8 +101,8 @@ def check_weights(folder: Path) -> None:
         files = [SAFE_WEIGHTS_NAME]
     elif index is not None:
         files = sorted(set(read_index(index)[0].values()))
-    elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)):
-        return  # pickled, or elsewhere: loading checks them
+    elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        return  # pickled: loading checks them
     else:
         fix, got = "Name another folder, or download the weights into this one.", f"{str(folder)!r} without any"
         raise SourceDamageError.about("model", "a folder with weights", got, fix)

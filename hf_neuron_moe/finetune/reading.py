@@ -20,7 +20,7 @@ from transformers import HfArgumentParser
 from transformers.integrations import is_deepspeed_available
 
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, not_one_of
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, nearest, not_one_of
 from hf_neuron_moe.finetune import configs
 from hf_neuron_moe.finetune.data import PACKAGE
 from hf_neuron_moe.finetune.train_options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
@@ -97,6 +97,9 @@ def read_options(words: Sequence[str]) -> Options:
         raise bad("CONFIG", "a configuration of train", f"{words[0]!r}, which is accelerate's", fix)
     own = _read_words(words[1:] if words and not words[0].startswith("--") else words)
     if "train_files" in own and PACKAGE in str(given.get("eval_files", "")):  # which go with the package's own
+        if not own.keys() & {"eval_files", "eval_split", "eval_share"}:
+            left = f"{given['eval_files'].place}: eval_files, which belong to the package's train_files, are left out."
+            warnings.warn(f"{left} Name others for an evaluation: --eval_files, or --eval_share.", NeuronMoEWarning, 2)
         given = {key: found for key, found in given.items() if key not in ("eval_files", "eval_strategy")}
     given |= own
     places = {key: found.place for key, found in given.items()}

@@ -78,10 +78,15 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
 
 
 @contextmanager
-def _old_names() -> Iterator[None]:
-    """TRL and peft know checkpointing by its old name, about which transformers 5.23 and later warn."""
+def _without_false_warnings() -> Iterator[None]:
+    """Leave out what libraries warn of among themselves.
+
+    TRL and peft know checkpointing by its old name, about which transformers 5.23 and later warn. peft doubles the rank
+    of a fused ``gate_up_proj``, then looks for it among modules and says that it ignores it; as a parameter it has it.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys .*gate_up_proj", RuntimeWarning)
         yield
 
 
@@ -96,7 +101,7 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         more["ref_model"] = reference = load_model(options.model)  # with the same rounding as the model's
         patch(reference, training, options.lora)
     try:
-        with _old_names():
+        with _without_false_warnings():
             trainer: Any = TRAINERS[options.data.method](
                 model=model,
                 args=training,
@@ -157,7 +162,7 @@ def checkpoint_to_resume(options: Options) -> str | bool | None:
     return wish or None
 
 
-@_old_names()
+@_without_false_warnings()
 def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
     out = Path(options.training.output_dir)
     with StopAfterStep() as stop:
@@ -176,7 +181,12 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
             raise bad(key, "what TRL and transformers train with", one_line(error), "Correct it.") from error
     if stop.stopped:
         raise TrainingInterrupted(f"stopped after step {trainer.state.global_step}, with a checkpoint in {out}")
-    trainer.save_metrics("train", metrics)
+    if stop.steps:
+        trainer.save_metrics("train", metrics)
+    else:  # the run had ended: its loss stays in the file
+        metrics = {}
+        if trainer.is_world_process_zero():
+            tell(f"nothing was left to train: the checkpoint is of step {trainer.state.global_step}, the last one")
     if trainer.eval_dataset is not None:
         measured = trainer.evaluate()
         if options.data.method == "sft":

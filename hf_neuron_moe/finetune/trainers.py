@@ -61,6 +61,7 @@ class StopAfterStep(TrainerCallback):
     def __init__(self) -> None:
         self.asked_at: float | None = None
         self.stopped = False
+        self.steps = 0
         self._before: Any = None
 
     def __enter__(self) -> Self:
@@ -82,6 +83,7 @@ class StopAfterStep(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save and stop if a process was asked to."""
+        self.steps += 1
         asked = self.asked_at is not None
         if args.world_size > 1:
             flag = torch.tensor(int(asked), device=args.device)

@@ -89,7 +89,7 @@ def read_runs(directory: Path) -> Contents:
     studies = [StudyData(place.resolve().name, _object(place / STUDY_FILE, ("models",))) for place in found]
     if not runs and not studies:
         listed = ", ".join(sorted(path.name for path in directory.iterdir())[:6]) or "nothing"
-        remedy = "Train with NeuronMoETrainer or NeuronMoECallback, or run benchmarks/parity.py, and give that folder."
+        remedy = "Give the folder that `hf-neuron-moe train`, `parity`, NeuronMoETrainer or NeuronMoECallback wrote."
         raise _wrong(directory, f"a directory with {listed}", remedy)
     return Contents(title, runs, studies)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, counted
 from hf_neuron_moe.modules.block import put_parameter
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
 from hf_neuron_moe.training.other_ranks import Exchange, Routing, Traffic
@@ -141,7 +141,7 @@ def uneven(model: PreTrainedModel, layout: Layout) -> str | None:
         if count % layout.ep:
             return f"ep does not divide {count} experts"
         if own <= -(-own // copies) * (copies - 1):
-            return f"{copies} ranks share {own} experts, and transformers cannot load a rank without any"
+            return f"{copies} ranks share {counted(own, 'expert')}, and transformers cannot load a rank without any"
     return None
 
 

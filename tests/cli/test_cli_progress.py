@@ -42,6 +42,19 @@ def test_nothing_is_drawn_where_nobody_watches(capsys):
     assert watch.done == 5
 
 
+def test_a_log_says_what_is_left(monkeypatch, capsys):
+    monkeypatch.setattr("hf_neuron_moe.cli.progress_line.LOG_SECONDS", 0.0)
+    with watching("training", unit="steps") as (_, progress):
+        progress(1, 10)
+        time.sleep(0.1)
+        progress(2, 10)
+        progress(3, 100_000)
+    begun, soon, long = capsys.readouterr().err.splitlines()
+    assert begun.startswith("training: 1 of 10 steps (10 %)")
+    assert "(20 %), less than a minute left, peak" in soon
+    assert re.search(r", about \d\d+ min left, peak", long)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_the_peak_between_two_steps_is_seen():
     with watching("converting", quiet=True) as (watch, _):

@@ -73,6 +73,15 @@ def test_a_run_and_its_mistakes(run: Any, config: Callable[..., Path], tmp_path:
     assert shown.code == 2 and "resume_from_checkpoint must be used with a complete checkpoint" in shown.err
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_log_has_no_bars(run: Any, config: Callable[..., Path], tmp_path: Path, method: str) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "Q ", "chosen": "yes", "rejected": "no"}\n' * 4, encoding="utf-8")
+    pairs = {"method": "dpo", "train_files": str(tmp_path / "pairs.jsonl"), "precompute_ref_log_probs": True}
+    shown = run("train", config(eval_share=0.5, max_length=16, logging_steps=1, **(pairs if method == "dpo" else {})))
+    assert shown.code == 0 and "'loss'" in shown.out, shown.err
+    assert "it/s" not in shown.err + shown.out and "%|" not in shown.err + shown.out
+
+
 def test_missing_packages_are_named_together(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = sys.modules["importlib.util"].find_spec
     gone = ("trl", "peft")

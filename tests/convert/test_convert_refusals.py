@@ -163,6 +163,11 @@ def empty_folder(folder: Path) -> None:
     folder.mkdir()
 
 
+def adapter_alone(folder: Path) -> None:
+    empty_folder(folder)
+    (folder / "adapter_config.json").write_text("{}")
+
+
 def link_outside(folder: Path) -> None:
     outside = folder.parent / "elsewhere.safetensors"
     (folder / FILE).rename(outside)
@@ -203,6 +208,7 @@ SINGLE = [
     (other_sizes, ConversionError, "experts of model.layers.0.mlp.experts.gate_up_proj (.experts.*.w1.weight)", ""),
     (pickle_only, ConversionError, "{source}", "save_pretrained"),
     (empty_folder, ConversionError, "{source}", "got a folder without it"),
+    (adapter_alone, ConversionError, "{source}", "got an adapter of peft. Merge it first: lora_merge"),
     (link_outside, SourceDamageError, "model.safetensors", "got a link to"),
     (single_and_index, SourceDamageError, "{source}", "got both"),
 ]

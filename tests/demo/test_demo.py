@@ -18,7 +18,7 @@ from hf_neuron_moe.demo import smollm2
 from hf_neuron_moe.demo.comparison import SAVED, VARIANTS, token_losses
 from hf_neuron_moe.demo.speeches import held_out_windows, speeches, token_windows
 from hf_neuron_moe.demo.subject import tiny
-from tests.browsing import SCHEMES, clipped, opened_chromium, violations, visited
+from tests.browsing import SCHEMES, clipped, violations, visited
 from tests.byte_tokenizer import save_byte_tokenizer
 
 
@@ -77,12 +77,11 @@ def test_three_runs_on_the_same_text_and_one_page(made: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_the_page_opens_offline_and_fits(made: Path) -> None:
-    with opened_chromium() as browser:
-        for width, scheme in zip((380, 1280), SCHEMES):
-            with visited(browser, made / "demo.html", width, scheme) as page:
-                assert clipped(page) == [] and violations(page) == []
-                assert page.locator(".plot").count() == 3
+def test_the_page_opens_offline_and_fits(browser: Any, made: Path) -> None:
+    for width, scheme in zip((380, 1280), SCHEMES):
+        with visited(browser, made / "demo.html", width, scheme) as page:
+            assert clipped(page) == [] and violations(page) == []
+            assert page.locator(".plot").count() == 3
 
 
 def test_the_tiny_model_needs_no_files() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 
-from hf_neuron_moe.demo.upcycle import choose_layers, upcycle
+from hf_neuron_moe.demo.upcycle import Experts, choose_layers, upcycle
 
 VOCAB = 97
 
@@ -39,7 +39,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("experts", [4, 8])
 def test_identical_experts_compute_the_llama(tied: bool, experts: int) -> None:
     llama = tiny_llama(tie_word_embeddings=tied)
-    mixtral = upcycle(llama, experts=experts, noise=0.0)
+    mixtral = upcycle(llama, Experts(experts=experts, noise=0.0))
     expected = logits(llama)
     # The two top-k weights sum to 1 within one rounding and the two equal expert outputs are added in fp32, so the
     # logits (of order 1) agree to a few units in the last place of three layers.
@@ -49,7 +49,7 @@ def test_identical_experts_compute_the_llama(tied: bool, experts: int) -> None:
 
 def test_options_are_carried_over() -> None:
     llama = tiny_llama()
-    config = upcycle(llama, layers=[0, 2], experts=4, top_k=3).config
+    config = upcycle(llama, Experts(layers=[0, 2], experts=4, top_k=3)).config
     assert (config.num_hidden_layers, config.num_local_experts, config.num_experts_per_tok) == (2, 4, 3)
     assert config.rope_parameters["rope_theta"] == 777.0
     assert config.rms_norm_eps == 3e-3
@@ -60,7 +60,7 @@ def test_options_are_carried_over() -> None:
 
 def test_part_of_the_layers() -> None:
     llama = tiny_llama()
-    mixtral = upcycle(llama, layers=[0, 2], noise=0.0)
+    mixtral = upcycle(llama, Experts(layers=[0, 2], noise=0.0))
     kept = [llama.model.layers[0], llama.model.layers[2]]
     for position, layer in enumerate(kept):
         layer.self_attn.layer_idx = position  # the index of its slot in the key-value cache
@@ -81,7 +81,7 @@ def test_choice_of_layers() -> None:
 
 def test_noise_is_relative_and_different_per_expert() -> None:
     llama = tiny_llama()
-    mixtral = upcycle(llama, noise=0.1)
+    mixtral = upcycle(llama, Experts(noise=0.1))
     original = llama.model.layers[1].mlp.down_proj.weight
     experts = mixtral.model.layers[1].mlp.experts.down_proj
     relative = ((experts - original).square().mean(dim=(1, 2)) / original.square().mean()).sqrt()
@@ -92,7 +92,7 @@ def test_noise_is_relative_and_different_per_expert() -> None:
 
 def test_seed_decides_everything() -> None:
     llama = tiny_llama()
-    first, same, other = (upcycle(llama, seed=seed).state_dict() for seed in (5, 5, 6))
+    first, same, other = (upcycle(llama, Experts(seed=seed)).state_dict() for seed in (5, 5, 6))
     assert all(torch.equal(first[key], same[key]) for key in first)
     for name in ("gate.weight", "experts.gate_up_proj"):
         assert not torch.equal(first[f"model.layers.0.mlp.{name}"], other[f"model.layers.0.mlp.{name}"])
@@ -122,4 +122,4 @@ def test_llama_is_left_alone() -> None:
 )
 def test_refusals(changes: dict[str, object], options: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        upcycle(tiny_llama(**changes), **options)
+        upcycle(tiny_llama(**changes), Experts(**options))

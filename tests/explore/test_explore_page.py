@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,10 @@ import pytest
 from hf_neuron_moe.explore.explore_page import write_explore_page
 from hf_neuron_moe.explore.measures import FORMATS
 from hf_neuron_moe.explore.run import Options, explore
-from tests.browsing import SCHEMES, WIDTHS, clipped, opened_chromium, violations, visited
+from tests.browsing import SCHEMES, WIDTHS, clipped, violations, visited
 from tests.explore.models import TEXT, plant_in_input, planted
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with opened_chromium() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,8 @@ def test_names_that_are_no_folder_and_not_known_to_the_hub(tmp_path: Path, monke
         check(options(tmp_path, tokenizer="owner/words"))
     with refused(ConfigError, "model", got="'./none', a folder that does not exist"):
         check(options("./none"))
+    with refused(ConfigError, "model", "`hf-neuron-moe tiny-model mixtral ./tiny-mixtral`"):
+        check(options("./tiny-mixtral"))
     asked: list[str] = []
 
     def resolve(name: str, *, weights: bool) -> Path:
@@ -116,9 +118,10 @@ def test_a_whole_model_is_not_written_next_to_an_adapter(models: dict[str, Path]
     check(read_options([*given, "--lora_rank", "4"]))
 
 
-def test_an_adapter_is_not_written_next_to_a_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["model.safetensors.index.json", "pytorch_model.bin"])
+def test_an_adapter_is_not_written_next_to_a_whole_model(models: dict[str, Path], tmp_path: Path, weights: str) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "out" / weights).write_text("{}")
     given = ["--model", str(models["llama"]), "--train_files", "rows.txt", "--use_cpu", "--output_dir", "out"]
     with refused(ConfigError, "output_dir", "a folder without a whole model", got="'out'"):
         check(read_options([*given, "--lora_rank", "4"]))
@@ -342,8 +345,16 @@ def test_damaged_weights_are_found_before_they_are_loaded(tmp_path: Path, index:
     else:
         with refused(SourceDamageError, "model", "without any"):
             check_run(options(folder))
-        (folder / "adapter_config.json").touch()
-        check_run(options(folder))  # whose base is elsewhere
+        (folder / "pytorch_model.bin").touch()
+        check_run(options(folder))  # pickled: loading checks them
+        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+        with refused(
+            ConfigError,
+            "model",
+            "Name its base, 'some/base', .* --resume",
+            got=f"{str(folder)!r}, which has an adapter",
+        ):
+            check_run(options(folder))
 
 
 @pytest.mark.parametrize(
@@ -391,6 +402,7 @@ def test_targets_of_adapters_are_looked_for_before_loading(
 
 def test_own_training_files_replace_the_evaluation_of_the_package_too() -> None:
     assert read_options(["tiny-llama"]).data.eval_files
-    assert not read_options(["tiny-llama", "--train_files", "rows.txt"]).has_evaluation
+    with pytest.warns(NeuronMoEWarning, match=r"tiny-llama.yaml, line \d+: eval_files, .* are left out.*--eval_files"):
+        assert not read_options(["tiny-llama", "--train_files", "rows.txt"]).has_evaluation
     own = read_options(["tiny-llama", "--train_files", "rows.txt", "--eval_files", "rows.txt"])
     assert own.data.eval_files == ["rows.txt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -50,7 +51,7 @@ def test_full_fine_tuning_of_chats_ends_in_a_stock_checkpoint_with_a_card(
     assert len(learned) == 6 and learned[-1] < learned[0] - 0.3
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
     assert (
-        "2 patched" in told[0] and "rows of messages, 1 to evaluate on" in told[1] and told[2] == "one process on cpu"
+        "2 patched" in told[0] and "1 row of messages, 1 to evaluate on" in told[1] and told[2] == "one process on cpu"
     )
     assert "in the data" in told[1] and told[-1].endswith(f"hf-neuron-moe report {out} --open")
     before, after = (load_file(folder / "model.safetensors") for folder in (models["mixtral"], out))
@@ -209,6 +210,28 @@ def test_auto_resumes_from_complete_checkpoints_only(models: dict[str, Path], tm
     assert wish("auto") is True
     (tmp_path / "checkpoint-4").rename(tmp_path / "replaced-checkpoint-4")
     assert wish("auto") is True
+
+
+@pytest.mark.filterwarnings("error:The following:RuntimeWarning")
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "w2"]])
+def test_adapters_that_peft_moves_onto_experts_are_resumed(
+    models: dict[str, Path], tmp_path: Path, targets: list[str]
+) -> None:
+    keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "lora_rank": 2}
+    given = functools.partial(words, models["mixtral"], write(tmp_path, ROWS["text"]), tmp_path / "out", **keys)
+    finetune(read_options(given(max_steps=1, lora_targets=targets)))
+    assert "down_proj" in json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_parameters"]
+    keys |= {"max_steps": 2, "resume_from_checkpoint": "auto"}
+    with refused(
+        ConfigError, "resume_from_checkpoint", got=f"{tmp_path / 'out'}/checkpoint-1: lora_parameters ['down_proj"
+    ):
+        finetune(read_options(given(**{**keys, "lora_targets": ["q_proj"]})))
+    finetune(read_options(given(**{**keys, "lora_targets": targets})))
+    assert len(losses(tmp_path / "out")) == 2
+    written, told = (tmp_path / "out" / "train_results.json").read_text(), list[str]()
+    assert "train_loss" not in finetune(read_options(given(**{**keys, "lora_targets": targets})), told.append)
+    assert "nothing was left to train: the checkpoint is of step 2, the last one" in told
+    assert (tmp_path / "out" / "train_results.json").read_text() == written and '"train_loss"' in written
 
 
 def test_a_checkpoint_of_another_run_is_not_resumed(models: dict[str, Path], tmp_path: Path) -> None:

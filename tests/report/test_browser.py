@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_neuron_moe.report import read_runs, write_report
-from tests.browsing import SCHEMES, WIDTHS, clipped, opened_chromium, until, violations, visited
+from tests.browsing import SCHEMES, WIDTHS, clipped, until, violations, visited
 from tests.report.pages import write_guard, write_run, write_study
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 LOSS = 'figure:has([aria-label^="Training loss of tiny"])'
 SQNR = 'figure:has([aria-label^="SQNR per module"])'
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with opened_chromium() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

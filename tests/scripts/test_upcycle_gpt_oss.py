@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from upcycle_gpt_oss import E2M1, save_mxfp4, to_mxfp4, upcycle
 
 from hf_neuron_moe.demo.tiny_model import byte_tokenizer, make_tiny_model
+from hf_neuron_moe.demo.upcycle import Experts
 from hf_neuron_moe.finetune import finetune, read_options
 from hf_neuron_moe.formats import dequantize_mxfp4_blocks
 from tests.finetune.data_files import ROWS, losses, words as command, write
@@ -36,7 +37,7 @@ def llama(tmp_path: Path) -> LlamaForCausalLM:
 def test_identical_experts_compute_the_llama(llama: LlamaForCausalLM) -> None:
     expected = logits(llama)
     # fp32 and weights of another scale: a few roundings in each of two layers.
-    torch.testing.assert_close(logits(upcycle(llama, noise=0.0)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(upcycle(llama, Experts(noise=0.0))), expected, rtol=1e-5, atol=1e-5)
     assert expected.abs().max() > 0.3
 
 

@@ -49,8 +49,14 @@ def check_model(directory: Path) -> None:
     """Refuse what is not the folder of a model, be it a checkpoint, a conversion or ``config.json`` alone."""
     _check_folder(directory, f"a local folder with {CONFIG_FILE}")
     if not (directory / CONFIG_FILE).is_file():
-        fix = "Give the folder that save_pretrained wrote or that was downloaded from the Hub."
-        raise ConversionError.about(str(directory), f"a folder with {CONFIG_FILE}", "a folder without it", fix)
+        got, fix = (
+            "a folder without it",
+            "Give the folder that save_pretrained wrote or that was downloaded from the Hub.",
+        )
+        if (directory / "adapter_config.json").is_file():
+            got = "an adapter of peft"
+            fix = "Merge it first: lora_merge in a run of `train`; or merge_and_unload() and save_pretrained in peft."
+        raise ConversionError.about(str(directory), f"a folder with {CONFIG_FILE}", got, fix)
 
 
 def is_conversion(directory: Path) -> bool:
@@ -132,7 +138,7 @@ def resolve_source(source: Path | str, *, weights: bool = True) -> Path:
         snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=[*UNWANTED])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         expected = "a local folder with config.json, or a model on the Hub or in its cache"
-        got = f"no such folder, and from the Hub {type(error).__name__} ({' '.join(str(error).split())[:200]})"
+        got = f"no such folder, and from the Hub {type(error).__name__} ({' '.join(str(error).split()).rstrip('.')})"
         fix = (
             "Check the spelling, the network and, for gated models, `hf auth login`; or download it where you "
             f"can: `hf download {repo} --local-dir FOLDER`, and give that folder."
