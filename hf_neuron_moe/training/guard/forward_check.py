@@ -158,7 +158,8 @@ class _Second:
         expert = max(shares)[1] if shares and self.call.routing is not None else -1
 
         def evidence() -> Evidence:
-            lefts, rights = [], []
+            lefts: list[Tensor] = []
+            rights: list[Tensor] = []
             for _, place, _, network, found in self.parts:
                 for index in (place == row).nonzero()[:, 0].tolist():
                     product = network.output(found.inter_RI[index : index + 1])
