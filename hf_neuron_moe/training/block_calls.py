@@ -160,9 +160,9 @@ def decoded(stack: MXExpertStack, *, dense: bool) -> FFNWeights | ExpertWeights:
         halves_IH = [_values(one.gate_up, slice(start, start + inner)) for start in (0, inner)]
         parts.append((*halves_IH, _values(one.down, slice(0, hidden))[:, :inner]))
     if dense:
-        biases = (None, None) if stack.gate_up_bias is None else stack.gate_up_bias.chunk(2)
+        gate_bias, up_bias = (None, None) if stack.gate_up_bias is None else stack.gate_up_bias.chunk(2)
         gate_IH, up_IH, down_HI = parts[0]
-        return FFNWeights(gate_IH, up_IH, down_HI, *biases, stack.down_bias)
+        return FFNWeights(gate_IH, up_IH, down_HI, gate_bias, up_bias, stack.down_bias)
     gate_EIH, up_EIH, down_EHI = map(torch.stack, zip(*parts, strict=True))
     return ExpertWeights(torch.cat([gate_EIH, up_EIH], 1), down_EHI, stack.gate_up_bias, stack.down_bias)
 
