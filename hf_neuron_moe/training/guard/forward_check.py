@@ -160,13 +160,12 @@ class _Second:
         def evidence() -> Evidence:
             lefts: list[Tensor] = []
             rights: list[Tensor] = []
-            for _, place, _, network, found in self.parts:
+            for _, place, *_, found in self.parts:
                 for index in (place == row).nonzero()[:, 0].tolist():
-                    product = network.output(found.inter_RI[index : index + 1])
-                    lefts += product.left_RK
-                    rights += product.right_CK
+                    lefts += [part[index : index + 1] for part in found.down.left_RK]
+                    rights += found.down.right_CK
             observed = (found_NH[row].double() - self.bias_NH[row]).unsqueeze(0)
-            return Evidence(observed, product._replace(left_RK=lefts, right_CK=rights))
+            return Evidence(observed, self.parts[0][4].down._replace(left_RK=lefts, right_CK=rights))
 
         return Finding("down", "y", figures | errors.figures, expert, evidence)
 

@@ -44,13 +44,14 @@ class Product(NamedTuple):
         """Return the product ``[R, C]`` in float64; not `quantized`, that of the operands before MX."""
         total = None
         for left_RK, right_CK in zip(self.left_RK, self.right_CK, strict=True):
-            right = rounded(right_CK, self.precision) if self.scheme else self._operand(right_CK, quantized)
-            part = self._operand(left_RK, quantized) @ right.t()
+            right = rounded(right_CK, self.precision) if self.scheme else self.operand(right_CK, quantized)
+            part = self.operand(left_RK, quantized) @ right.t()
             total = part if total is None else total + part
         assert total is not None
         return total
 
-    def _operand(self, values_RK: Tensor, quantized: bool) -> Tensor:
+    def operand(self, values_RK: Tensor, quantized: bool = True) -> Tensor:
+        """Return an operand as the product sees it."""
         if not (quantized and (self.scheme or self.precision == "mxfp8")):
             return rounded(values_RK, self.precision)
         size = values_RK.shape[1]
@@ -82,7 +83,7 @@ class Forward(NamedTuple):
     up_RI: Tensor
     act_RI: Tensor  # as mxfp8 saves it, as `product_RI`
     product_RI: Tensor
-    inter_RI: Tensor  # the operand of the down projection
+    down: Product
     out_RH: Tensor
 
 
@@ -138,20 +139,18 @@ class Network(NamedTuple):
         """Return the product of the input with rows of gate or up."""
         return self._of_forward(x_RH, weight_IH, None if self.codes is None else self.codes.gate_up)
 
-    def output(self, inter_RI: Tensor) -> Product:
-        """Return the down projection."""
-        return self._of_forward(inter_RI, self.down_HI, None if self.codes is None else self.codes.down)
+    def output(self, inter_RI: Tensor, after_R1: Tensor | None) -> Product:
+        """Return the down projection; the factors `after_R1` multiply its rows, which then are quantized before."""
+        product = self._of_forward(inter_RI, self.down_HI, None if self.codes is None else self.codes.down)
+        if after_R1 is None:
+            return product
+        return Product([product.operand(inter_RI) * after_R1], [self.down_HI], "fp32")
 
     def _of_forward(self, left_RK: Tensor, right_CK: Tensor, matrix: MXMatrix | None) -> Product:
         if matrix is None:
             return Product([left_RK], [right_CK], self.precision, lone_384=self.dense)
         scheme = matrix.layout.scheme
         return Product([left_RK], [right_CK], self.precision, width=matrix.shape[1], scheme=scheme)
-
-    @property
-    def scales_output(self) -> bool:
-        """Whether routing weights multiply the output instead of the intermediate."""
-        return self.codes is not None and self.codes.down_layout.arrangement == WORDS
 
     def sums(self, x_RH: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return gate and up with what is added to them."""
@@ -178,11 +177,14 @@ class Network(NamedTuple):
         act, product = self._products(gate, up)
         read = sums if self.precision == "mxfp8" or self.codes is not None else (gate, up)
         inter = self.activation(*read) * self.up_value(read[1])
-        scale = 1.0 if scale_R is None else scale_R.double().unsqueeze(1)
-        before, after = (1.0, scale) if self.scales_output else (scale, 1.0)
-        inter = rounded(inter * before, self.precision)
-        out = self.output(inter).value() * after
-        return Forward(gate, up, act, product, inter, out)
+        before = after = None if scale_R is None else scale_R.double().unsqueeze(1)
+        if self.codes is not None and self.codes.down_layout.arrangement == WORDS:
+            before = None
+        else:
+            after = None
+        inter = rounded(inter if before is None else inter * before, self.precision)
+        down = self.output(inter, after)
+        return Forward(gate, up, act, product, down, down.value())
 
     def _products(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor, Tensor]:
         act = self.activation(gate, up)
