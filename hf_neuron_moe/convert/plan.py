@@ -124,7 +124,10 @@ def _check_precisions(options: ConvertOptions, candidates: list[Candidate], weig
         if len({*kinds}) > 1 and not (weights[names[0]].has_experts and "bf16" not in kinds):
             expected = "one for both products of a block; only those of experts may be mxfp8 and mxfp4"
             got = " and ".join(f"{kind} for {name}" for name, kind in zip(names, kinds, strict=True))
-            raise ConversionError.about("precision", expected, got, "Name the block, or narrow the glob.")
+            fix = "Name the block, or narrow the glob."
+            if weights[names[0]].has_experts:
+                fix = "Name the block, or give that product mxfp8: kernels read both weights of a block as codes."
+            raise ConversionError.about("precision", expected, got, fix)
     if options.quantized and set(own.values()) == {"bf16"}:
         fix = "Use --precision bf16, or narrow the globs."
         raise ConversionError.about("precision", "MX for at least one block", f"bf16 for all {len(own)} weights", fix)

@@ -142,10 +142,6 @@ def check_training(options: Options, config: bytes | str) -> None:
     frozen = conversion_of(config) in FROZEN
     if frozen:
         check_quantized(options.lora)
-        uniform = isinstance(content_of(config)[MARK]["precision"], str)  # others may have patched blocks too
-        if uniform and (guard := options.training.neuron_guard) != "off":
-            fix = "Leave it off, or train a model whose weights are not MX codes."
-            raise bad("neuron_guard", "'off' for a checkpoint whose blocks are frozen MX codes", repr(guard), fix)
     if not options.training.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return
     training = options.training

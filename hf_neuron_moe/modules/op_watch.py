@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockCall, ExpertWeights, FFNWeights, Routing
 
 
@@ -17,7 +18,7 @@ class OpCall(NamedTuple):
     call: BlockCall
     x_TH: Tensor
     routing: Routing | None
-    weights: FFNWeights | ExpertWeights
+    weights: FFNWeights | ExpertWeights | MXExpertStack
     saved: Sequence[Tensor]
     results: Sequence[Tensor]  # the output, or the gradients in the operator's order
     dout_TH: Tensor | None = None

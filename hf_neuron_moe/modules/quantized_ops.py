@@ -15,6 +15,7 @@ from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, Routing, Wants
 from hf_neuron_moe.checks import check_dtype, check_float, check_shape
 from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.modules.op_watch import watched
 from hf_neuron_moe.modules.ops import called, exact_dtypes, recorded_policy, set_derivative, traced_into
 from hf_neuron_moe.modules.ops_checks import check_no_transform
 
@@ -101,8 +102,11 @@ def frozen_fwd(
     codes = (gate_up_codes, gate_up_scales, down_codes, down_scales)
     gate_up_layout, down_layout = what.layouts
     stack = MXExpertStack(*codes, gate_up_layout, down_layout, what.spec.gate, gate_up_bias, down_bias)
+    routing = _routing(index_TK, weight_TK)
     with exact_dtypes(x_TH):
-        return kernels.quantized_forward(x_TH, _routing(index_TK, weight_TK), stack, what.keep)
+        y_TH, *saved = kernels.quantized_forward(x_TH, routing, stack, what.keep)
+        watched(what, x_TH, routing, stack, saved, (y_TH,))
+    return y_TH, saved[0], saved[1]
 
 
 @operator("hf_neuron_moe::frozen_bwd", traced_into)
@@ -128,9 +132,12 @@ def frozen_bwd(
     codes = (gate_up_codes, gate_up_scales, down_codes, down_scales)
     gate_up_layout, down_layout = what.layouts
     stack = MXExpertStack(*codes, gate_up_layout, down_layout, what.spec.gate, gate_up_bias, down_bias)
-    operands = (dout_TH, x_TH, _routing(index_TK, weight_TK), stack, (saved_a, saved_b), what.keep)
+    routing, saved = _routing(index_TK, weight_TK), (saved_a, saved_b)
+    wants = Wants(wants_input, wants_routing, False)
     with exact_dtypes(dout_TH):
-        return kernels.quantized_backward(*operands, Wants(wants_input, wants_routing, False))
+        grads = kernels.quantized_backward(dout_TH, x_TH, routing, stack, saved, what.keep, wants)
+        watched(what, x_TH, routing, stack, saved, grads, dout_TH)
+    return grads
 
 
 @fake_of(frozen_fwd)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, ExpertWeights, FFNWeights, Routing
 from hf_neuron_moe.backends.torch.gating import ACTIVATIONS
 from hf_neuron_moe.modules.experts import ExpertsBlock
@@ -64,6 +65,7 @@ class Call:
     routing: Routing | None  # None of a dense block
     weights: FFNWeights | ExpertWeights
     spec: BlockSpec
+    codes: MXExpertStack | None = None  # that the weights are the values of
 
     @property
     def projections(self) -> Projections:
@@ -147,6 +149,27 @@ class Call:
 
 def _first(bias_I: Tensor | None) -> Tensor | None:
     return None if bias_I is None else bias_I.unsqueeze(0)
+
+
+def decoded(stack: MXExpertStack, *, dense: bool) -> FFNWeights | ExpertWeights:
+    """Return the values of MX codes, which bf16 holds exactly, as weights in ``nn.Linear`` orientation."""
+    hidden, inner = stack.hidden, stack.inner
+    parts = []
+    for expert in (None,) if dense else range(len(stack.down_codes)):
+        one = stack.expert(expert)
+        halves_IH = [_values(one.gate_up, slice(start, start + inner)) for start in (0, inner)]
+        parts.append((*halves_IH, _values(one.down, slice(0, hidden))[:, :inner]))
+    if dense:
+        gate_bias, up_bias = (None, None) if stack.gate_up_bias is None else stack.gate_up_bias.chunk(2)
+        gate_IH, up_IH, down_HI = parts[0]
+        return FFNWeights(gate_IH, up_IH, down_HI, gate_bias, up_bias, stack.down_bias)
+    gate_EIH, up_EIH, down_EHI = map(torch.stack, zip(*parts, strict=True))
+    return ExpertWeights(torch.cat([gate_EIH, up_EIH], 1), down_EHI, stack.gate_up_bias, stack.down_bias)
+
+
+def _values(matrix: MXMatrix, rows: slice) -> Tensor:
+    out_FK = torch.empty(rows.stop - rows.start, matrix.shape[1], device=matrix.codes.device)
+    return matrix.values(rows, slice(0, matrix.shape[1]), out_FK).bfloat16()
 
 
 def oriented(weight: Tensor, spec: BlockSpec) -> Tensor:

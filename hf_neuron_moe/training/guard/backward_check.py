@@ -6,6 +6,7 @@ C picked intermediate channels, R rows of an expert.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ class Gradients(NamedTuple):
     def of(cls, call: Call, seen: OpCall) -> Gradients:
         """Sort an operator's results."""
         results = [part if part.numel() else None for part in seen.results]
+        if call.codes is not None:
+            return cls(results[0], results[1], None)
         if isinstance(call.weights, FFNWeights):
             gate, up, down = (None if part is None else part.unsqueeze(0) for part in results[1:4])
             weights = None if up is None or down is None else WeightGrads(gate, up, down)
@@ -46,13 +49,15 @@ class Gradients(NamedTuple):
 
 def as_backward_sees(call: Call, seen: OpCall) -> tuple[Call, Pre | None]:
     """Return the call with its input, and gate and up, as they were saved; None where they are made again."""
+    pre = saved_pre(seen)
+    if call.codes is not None:  # whose backward reads the input where gate and up are made again
+        x_TH = seen.x_TH if len(seen.x_TH) else torch.zeros_like(call.dout_TH)
+        return replace(call, x_TH=x_TH), fp8_pre(seen) if seen.call.keep.fp8 else pre
     if not seen.call.keep.fp8:
-        pre = saved_pre(seen)
         whole = pre is not None and pre[1].shape[1] == call.projections.up_EIH.shape[1]
         return call, pre if whole else None
     x_TH = FP8Rows(seen.saved[2], seen.saved[3]).take(slice(None), slice(0, seen.saved[2].shape[1]))
-    seen_call = Call(call.block, call.dout_TH, x_TH.to(call.dout_TH.dtype), call.routing, call.weights, call.spec)
-    return seen_call, fp8_pre(seen)
+    return replace(call, x_TH=x_TH.to(call.dout_TH.dtype)), fp8_pre(seen)
 
 
 def check_backward(call: Call, seen: OpCall, generator: torch.Generator) -> list[Finding]:

@@ -5,7 +5,8 @@ Legend: T tokens, H hidden, I intermediate, E experts, P pairs in expert order, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import FFNWeights, Routing
 from hf_neuron_moe.backends.torch.gating import Limits, gating_of
 from hf_neuron_moe.backends.torch.saved import GROUP, FP8Rows
@@ -30,7 +32,7 @@ from hf_neuron_moe.training.guard.findings import (
     row_errors,
     weights,
 )
-from hf_neuron_moe.training.guard.second import Forward, Network, Pre, Product
+from hf_neuron_moe.training.guard.second import Forward, Network, Pre
 
 WORST, DRAWN = 2, 2
 """Rows that are computed again: those farthest from the coarse second computation, and random ones."""
@@ -99,13 +101,16 @@ def check_forward(call: Call, seen: OpCall, generator: torch.Generator, suspicio
 
 def _with_pre(call: Call, seen: OpCall, tokens: Tensor) -> Call:
     routing = None if call.routing is None else Routing(*(part[tokens] for part in call.routing))
-    return Call(call.block, call.dout_TH, call.x_TH[tokens], routing, call.weights, call.spec)
+    return replace(call, x_TH=call.x_TH[tokens], routing=routing)
 
 
 def few_saved(few: Call, seen: OpCall) -> tuple[Pre, None]:
     """Return gate and up of a backend's own forward over few rows."""
     backend, keep = get_backend(seen.call.backend), parse_keep("gate_pre+up" if few.spec.gate.gated else "up")
-    if isinstance(few.weights, FFNWeights):
+    saved: Sequence[Tensor]
+    if isinstance(seen.weights, MXExpertStack):
+        _, *saved = backend.quantized_forward(few.x_TH, few.routing, seen.weights, keep)
+    elif isinstance(few.weights, FFNWeights):
         saved = backend.mlp_forward(few.x_TH, few.weights, few.spec, keep)[1]
     else:
         assert few.routing is not None
@@ -153,15 +158,14 @@ class _Second:
         expert = max(shares)[1] if shares and self.call.routing is not None else -1
 
         def evidence() -> Evidence:
-            lefts, rights = [], []
-            for _, place, _, network, found in self.parts:
+            lefts: list[Tensor] = []
+            rights: list[Tensor] = []
+            for _, place, *_, found in self.parts:
                 for index in (place == row).nonzero()[:, 0].tolist():
-                    lefts.append(found.inter_RI[index : index + 1])
-                    rights.append(network.down_HI)
+                    lefts += [part[index : index + 1] for part in found.down.left_RK]
+                    rights += found.down.right_CK
             observed = (found_NH[row].double() - self.bias_NH[row]).unsqueeze(0)
-            return Evidence(
-                observed, Product(lefts, rights, self.call.spec.precision, lone_384=self.call.routing is None)
-            )
+            return Evidence(observed, self.parts[0][4].down._replace(left_RK=lefts, right_CK=rights))
 
         return Finding("down", "y", figures | errors.figures, expert, evidence)
 
@@ -203,7 +207,7 @@ class _Second:
             assert weight is not None
             added = added if isinstance(added, float) else added[: observed.shape[1]]
             x_1H = self.call.x_TH[self.tokens[place[row]]].unsqueeze(0)
-            return Evidence(observed - added, network.product(x_1H, weight[: observed.shape[1]]))
+            return Evidence(observed - added, network.project(x_1H, weight[: observed.shape[1]]))
 
         figures |= RowErrors(errors.worst, typical, row).figures
         return Finding(product, name, figures, expert if self.call.routing is not None else -1, evidence)

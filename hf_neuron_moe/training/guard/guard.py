@@ -33,7 +33,7 @@ class Guard:
         self.watch = Watch(model, self.bands, seed)
         self.sampled = 0
         if not self.watch.blocks:
-            fix = "Leave neuron_guard off, or train a model whose weights are not MX codes."
+            fix = "Leave neuron_guard off, or neuron_patch on."
             raise UnsupportedModelError.about("neuron_guard", "a model with patched blocks", "one without", fix)
 
     def resume(self, processes: int) -> None:

@@ -1,7 +1,8 @@
 """A second computation of a block's products for a few rows: in float64, rounded where the kernels round.
 
 It shares no rounding with the backend: MX operands come from :mod:`hf_neuron_moe.formats.mx`, slopes are differences.
-The rounding points are listed in ``backends/torch/ffn_forward.py`` and ``ffn_backward.py``.
+The rounding points are listed in ``backends/torch/ffn_forward.py`` and ``ffn_backward.py``, and for MX codes in
+``quantized.py``.
 
 Legend: R rows, H hidden, I intermediate, K contraction axis, C channels of a result.
 """
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.backends.torch.saved import GROUP
 from hf_neuron_moe.formats.constants import E4M3FN
@@ -36,23 +38,26 @@ class Product(NamedTuple):
     precision: str
     width: int = 0  # to which every segment is padded at least
     lone_384: bool = False  # an axis of 384 is one tile
+    scheme: str = ""  # of values of MX codes on the right: in which the left operand alone is quantized, at `width`
 
     def value(self, *, quantized: bool = True) -> Tensor:
         """Return the product ``[R, C]`` in float64; not `quantized`, that of the operands before MX."""
         total = None
         for left_RK, right_CK in zip(self.left_RK, self.right_CK, strict=True):
-            part = self._operand(left_RK, quantized) @ self._operand(right_CK, quantized).t()
+            right = rounded(right_CK, self.precision) if self.scheme else self.operand(right_CK, quantized)
+            part = self.operand(left_RK, quantized) @ right.t()
             total = part if total is None else total + part
         assert total is not None
         return total
 
-    def _operand(self, values_RK: Tensor, quantized: bool) -> Tensor:
-        if not (quantized and self.precision == "mxfp8"):
+    def operand(self, values_RK: Tensor, quantized: bool = True) -> Tensor:
+        """Return an operand as the product sees it."""
+        if not (quantized and (self.scheme or self.precision == "mxfp8")):
             return rounded(values_RK, self.precision)
         size = values_RK.shape[1]
-        whole = max(self.width, padded_size(size))
+        whole = self.width if self.scheme else max(self.width, padded_size(size))
         padded = F.pad(values_RK.float().bfloat16(), (0, whole - size))
-        scheme = "wrapX_single" if self.lone_384 and whole == 384 else "wrapX"
+        scheme = self.scheme or ("wrapX_single" if self.lone_384 and whole == 384 else "wrapX")
         return fake_quantize_mx(padded, scheme=scheme)[:, :size].double()
 
 
@@ -78,7 +83,7 @@ class Forward(NamedTuple):
     up_RI: Tensor
     act_RI: Tensor  # as mxfp8 saves it, as `product_RI`
     product_RI: Tensor
-    inter_RI: Tensor  # the operand of the down projection
+    down: Product
     out_RH: Tensor
 
 
@@ -103,6 +108,7 @@ class Network(NamedTuple):
     precision: str
     dense: bool
     fp8: bool  # whether the backward rounds as COAT does
+    codes: MXExpertStack | None  # that the weights are the values of
 
     @classmethod
     def of(cls, call: Call, expert: int, *, fp8: bool = False) -> Network:
@@ -114,7 +120,8 @@ class Network(NamedTuple):
             down_bias = down_bias[expert]
         assert up is not None and down is not None
         added = (biases[0], biases[1] + call.spec.gate.up_offset)
-        return cls(gate, up, down, added, down_bias, call.spec.gate, call.spec.precision, call.routing is None, fp8)
+        form = (call.spec.gate, call.spec.precision, call.routing is None, fp8, call.codes)
+        return cls(gate, up, down, added, down_bias, *form)
 
     def channels(self, index_C: Tensor) -> Network:
         """Return the network with some intermediate channels alone."""
@@ -124,14 +131,31 @@ class Network(NamedTuple):
             gate_IH=gate_IH, up_IH=self.up_IH[index_C], down_HI=self.down_HI[:, index_C], added=(gate, up)
         )
 
-    def product(self, left_RK: Tensor, right_CK: Tensor, *, forward: bool = True) -> Product:
-        """Return a product of this network."""
-        return Product([left_RK], [right_CK], self.precision, lone_384=self.dense and forward)
+    def product(self, left_RK: Tensor, right_CK: Tensor) -> Product:
+        """Return a product of the backward."""
+        return Product([left_RK], [right_CK], self.precision)
+
+    def project(self, x_RH: Tensor, weight_IH: Tensor) -> Product:
+        """Return the product of the input with rows of gate or up."""
+        return self._of_forward(x_RH, weight_IH, None if self.codes is None else self.codes.gate_up)
+
+    def output(self, inter_RI: Tensor, after_R1: Tensor | None) -> Product:
+        """Return the down projection; the factors `after_R1` multiply its rows, which then are quantized before."""
+        product = self._of_forward(inter_RI, self.down_HI, None if self.codes is None else self.codes.down)
+        if after_R1 is None:
+            return product
+        return Product([product.operand(inter_RI) * after_R1], [self.down_HI], "fp32")
+
+    def _of_forward(self, left_RK: Tensor, right_CK: Tensor, matrix: MXMatrix | None) -> Product:
+        if matrix is None:
+            return Product([left_RK], [right_CK], self.precision, lone_384=self.dense)
+        scheme = matrix.layout.scheme
+        return Product([left_RK], [right_CK], self.precision, width=matrix.shape[1], scheme=scheme)
 
     def sums(self, x_RH: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return gate and up with what is added to them."""
-        gate = None if self.gate_IH is None else self.product(x_RH, self.gate_IH).value() + self.added[0]
-        return gate, self.product(x_RH, self.up_IH).value() + self.added[1]
+        gate = None if self.gate_IH is None else self.project(x_RH, self.gate_IH).value() + self.added[0]
+        return gate, self.project(x_RH, self.up_IH).value() + self.added[1]
 
     def activation(self, gate_RI: Tensor | None, up_RI: Tensor) -> Tensor:
         """Return what multiplies up's value."""
@@ -151,11 +175,16 @@ class Network(NamedTuple):
         gate, up = (None if part is None else rounded(part, self.precision) for part in sums)
         assert up is not None
         act, product = self._products(gate, up)
-        read = sums if self.precision == "mxfp8" else (gate, up)
+        read = sums if self.precision == "mxfp8" or self.codes is not None else (gate, up)
         inter = self.activation(*read) * self.up_value(read[1])
-        inter = rounded(inter if scale_R is None else inter * scale_R.double().unsqueeze(1), self.precision)
-        out = self.product(inter, self.down_HI).value()
-        return Forward(gate, up, act, product, inter, out)
+        before = after = None if scale_R is None else scale_R.double().unsqueeze(1)
+        if self.codes is not None and self.codes.down_layout.arrangement == WORDS:
+            before = None
+        else:
+            after = None
+        inter = rounded(inter if before is None else inter * before, self.precision)
+        down = self.output(inter, after)
+        return Forward(gate, up, act, product, down, down.value())
 
     def _products(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor, Tensor]:
         act = self.activation(gate, up)
@@ -180,7 +209,7 @@ class Network(NamedTuple):
         `act` is :meth:`fp8_activation` of a network of some channels.
         """
         precision, slopes_round = self.precision, self.precision == "mxfp8" and gate is not None and not self.fp8
-        d_inter = self.product(dout_RH, self.down_HI.t(), forward=False).value()
+        d_inter = self.product(dout_RH, self.down_HI.t()).value()
         if self.fp8 and gate is not None:
             act = self.fp8_activation(gate, torch.arange(gate.shape[1], device=gate.device)) if act is None else act
             product = act * self.up_value(up)
@@ -207,13 +236,13 @@ class Network(NamedTuple):
     def input_gradient(self, inner: Inner) -> Product:
         """Return the product that the gradient of the input is; in MX gate and up are one axis."""
         if inner.d_gate_RI is None or self.gate_IH is None:
-            return self.product(inner.d_up_RI, self.up_IH.t(), forward=False)
+            return self.product(inner.d_up_RI, self.up_IH.t())
         pairs = [(inner.d_gate_RI, self.gate_IH.t()), (inner.d_up_RI, self.up_IH.t())]
         if self.precision != "mxfp8":
             return Product([left for left, _ in pairs], [right for _, right in pairs], self.precision)
         missing = padded_size(len(self.up_IH)) - len(self.up_IH)
         left, right = (torch.cat([F.pad(part, (0, missing)) for part in side], 1) for side in zip(*pairs, strict=True))
-        return self.product(left, right, forward=False)
+        return self.product(left, right)
 
     def inner_of_channels(
         self,

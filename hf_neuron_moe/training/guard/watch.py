@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import ExpertWeights, FFNWeights
 from hf_neuron_moe.modules.op_watch import WATCHERS, OpCall
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
-from hf_neuron_moe.training.block_calls import Call
+from hf_neuron_moe.training.block_calls import Call, decoded
 from hf_neuron_moe.training.blocks import patched_blocks
 from hf_neuron_moe.training.guard.backward_check import check_backward
 from hf_neuron_moe.training.guard.bands import Bands
@@ -50,11 +51,10 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, bands: Bands, seed: int = 0) -> None:
-        blocks = {name: block for name, block in patched_blocks(model).items() if not isinstance(block, QuantizedBlock)}
-        self.blocks, self.bands, self.seed = blocks, bands, seed
+        self.blocks, self.bands, self.seed = patched_blocks(model), bands, seed
         self.looked: StepLooked | None = None
         self._handles: list[RemovableHandle] = [
-            block.register_forward_pre_hook(functools.partial(self._enter, name)) for name, block in blocks.items()
+            block.register_forward_pre_hook(functools.partial(self._enter, name)) for name, block in self.blocks.items()
         ]  # for the whole training: a compiled model would be compiled again
         self._current = threading.local()
         self._names: dict[int, str] = {}
@@ -91,8 +91,8 @@ class Watch:
         return {
             parameter.untyped_storage().data_ptr(): name
             for name, block in self.blocks.items()
-            for parameter in block.parameters()
-            if type(parameter) is nn.Parameter
+            for parameter in (block.buffers() if isinstance(block, QuantizedBlock) else block.parameters())
+            if type(parameter) in (nn.Parameter, Tensor)
         }
 
     @torch.no_grad()
@@ -117,9 +117,12 @@ class Watch:
             if name is None:
                 return
             self._backward.add(name)
-        call = Call(name, seen.dout_TH, seen.x_TH, seen.routing, seen.weights, seen.call.spec)  # type: ignore[arg-type]
         if not len(seen.results[0] if seen.dout_TH is None else seen.dout_TH):
             return  # a process of expert parallelism that gets no token
+        weights, codes = seen.weights, None
+        if isinstance(weights, MXExpertStack):
+            codes, weights = weights, decoded(weights, dense=seen.routing is None)
+        call = Call(name, seen.dout_TH, seen.x_TH, seen.routing, weights, seen.call.spec, codes)  # type: ignore[arg-type]
         form = call.spec.precision
         if seen.dout_TH is None:
             suspicious = self.bands.limits((name, "down", "y", "rounding"), form).high or 0.0
@@ -193,5 +196,7 @@ def _rows(call: Call) -> int:
     return int((call.routing.index_TK < len(call.projections.down_EHI)).sum())
 
 
-def _down(weights: FFNWeights | ExpertWeights) -> Tensor:
+def _down(weights: FFNWeights | ExpertWeights | MXExpertStack) -> Tensor:
+    if isinstance(weights, MXExpertStack):
+        return weights.down_codes
     return weights.down_HI if isinstance(weights, FFNWeights) else weights.down
