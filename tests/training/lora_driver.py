@@ -57,7 +57,9 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 ONLY_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
 """For layouts whose mesh has two axes: peft gives adapters of the other layers wrong shapes."""
-CELLS = [(family, layout) for family in TARGETS for layout in LAYOUTS if family != "llama" or "ep" not in layout]
+CELLS = [
+    (family, layout) for family in TARGETS for layout in LAYOUTS if family != "llama" or "ep" not in LAYOUTS[layout]
+]
 NAMES = [f"{family}/{layout}" for family, layout in CELLS]
 CELLS_OF_FOUR = [*(("mixtral", layout) for layout in FOUR), ("gpt_oss", "ep2-fsdp4")]
 NAMES_OF_FOUR = [f"{family}/{layout}" for family, layout in CELLS_OF_FOUR]
