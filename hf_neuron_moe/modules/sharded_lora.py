@@ -67,6 +67,12 @@ def _check_parameter(layer: Any, name: str) -> None:
 def _check_linear(layer: Any, name: str) -> None:
     engine, weight = installed(layer.base_layer), layer.base_layer.weight
     if engine is None:
+        for factor in layer.lora_B.values():
+            if len(factor.weight) != layer.base_layer.out_features:
+                expected = f"one with {layer.base_layer.out_features} outputs, as its layer has"
+                got = f"{len(factor.weight)}, which peft took from this process's part"
+                fix = "Leave it out of target_modules, or shard by fsdp_size without dp_replicate_size."
+                raise UnsupportedModelError.about("the adapter", expected, got, fix).named(name)
         return
     style, more = style_name(engine.style), is_sharded(weight) and weight.device_mesh.size() > engine.mesh.size()
     if style not in ("colwise", "rowwise") or more:

@@ -1,12 +1,13 @@
 """Two or four processes train, save, merge and load LoRA adapters under every layout, and compare with one process.
 
-    python -m tests.training.lora_driver FOLDER RANK PROCESSES
+    python -m tests.training.lora_driver FOLDER RANK PROCESSES [--all-layouts]
 
 All run the same cells in one process group. Each writes what it found to FOLDER/rank-N.json, by cell.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer, TrainingArguments
 
-from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules.sharded_lora import prepare_adapters
-from hf_neuron_moe.parity import Trial, compare, load, train, whole
+from hf_neuron_moe.parity import Run, Trial, compare, load, train, whole
+from tests.distributed.layout_driver import SameRouting
 from tests.tiny_models import tiny_model, tokens
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -35,10 +37,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2": {"tp": 2},
     "ep2-fsdp2": {"ep": 2, "fsdp": 2},
     "ep2-tp2": {"ep": 2, "tp": 2},
+    "replicate2": {"dp_replicate": 2},
 }
 FOUR: dict[str, dict[str, int]] = {
     "ep2-fsdp4": {"ep": 2, "fsdp": 4},
     "ep2-tp2-fsdp2": {"ep": 2, "tp": 2, "fsdp": 2},
+    "tp2-fsdp2": {"tp": 2, "fsdp": 2},
+    "ep4": {"ep": 4, "fsdp": 4},
+    "fsdp2-replicate2": {"fsdp": 2, "dp_replicate": 2},
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = ["gate_proj", "up_proj", "down_proj"]
@@ -50,13 +56,28 @@ TARGETS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
 }
 ONLY_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
-"""For layouts where both tp and fsdp cut the other layers, whose adapters peft gives wrong shapes."""
-CELLS = [(family, layout) for family in TARGETS for layout in LAYOUTS if family != "llama" or "ep" not in layout]
+"""For layouts whose mesh has two axes: peft gives adapters of the other layers wrong shapes."""
+CELLS = [
+    (family, layout) for family in TARGETS for layout in LAYOUTS if family != "llama" or "ep" not in LAYOUTS[layout]
+]
 NAMES = [f"{family}/{layout}" for family, layout in CELLS]
-CELLS_OF_FOUR = [("mixtral", "ep2-fsdp4"), ("mixtral", "ep2-tp2-fsdp2"), ("gpt_oss", "ep2-fsdp4")]
+CELLS_OF_FOUR = [*(("mixtral", layout) for layout in FOUR), ("gpt_oss", "ep2-fsdp4")]
 NAMES_OF_FOUR = [f"{family}/{layout}" for family, layout in CELLS_OF_FOUR]
 TRAINER = "trainer"
-ROUNDED = "tp2/mxfp8"
+Rounded = tuple[str, str, str]
+ROUNDED = [
+    (family, layout, precision)
+    for family, layout in CELLS
+    for precision in ("bf16", "mxfp8")
+    if family in ("llama", "mixtral")
+]
+ROUNDED_OF_FOUR = [("mixtral", layout, precision) for layout in FOUR for precision in ("bf16", "mxfp8")]
+ALWAYS = [
+    ("llama", "tp2", "mxfp8"),
+    *(("mixtral", layout, "mxfp8") for layout in ("tp2", "fsdp2", "ep2-fsdp2", "ep4", "fsdp2-replicate2")),
+]
+"""Of these; ``--all-layouts`` runs the others too."""
+REFUSED = "refused"
 CHECKPOINTED = {("llama", "tp2"), ("mixtral", "ep2-tp2")}
 
 
@@ -98,9 +119,14 @@ def same_files(one: Path, other: Path) -> list[str]:
     return sorted(n for n in names if n not in found or n not in expected or not torch.equal(expected[n], found[n]))
 
 
+def targets_of(family: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """Return what gets adapters."""
+    return ONLY_EXPERTS if len(sizes.keys() & {"tp", "fsdp", "dp_replicate"}) > 1 else TARGETS[family]
+
+
 def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
     sizes, here = (LAYOUTS | FOUR)[layout], folder / f"{family}-{layout}"
-    targets = ONLY_EXPERTS if {"tp", "fsdp"} <= sizes.keys() else TARGETS[family]
+    targets = targets_of(family, sizes)
     trial = Trial(str(folder / family), sizes, {"precision": "fp32"}, steps=2, prepare=adapted(targets, False))
     one: Any = load(trial, distributed=False)
     one.save_pretrained(here / f"one-{rank}")
@@ -142,17 +168,56 @@ def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
     return answer
 
 
-def rounded_cell(family: str, folder: Path) -> dict[str, Any]:
-    """Distances of each gradient: of two processes in mxfp8 from one, and of one in mxfp8 from one in fp32."""
-    runs = []
-    for precision, distributed in (("fp32", False), ("mxfp8", False), ("mxfp8", True)):
-        prepare = adapted(TARGETS[family], distributed)
-        trial = Trial(str(folder / family), LAYOUTS["tp2"], {"precision": precision}, steps=2, prepare=prepare)
-        where = (0, trial.batches) if distributed else ()
-        runs.append(train(trial, load(trial, distributed=distributed), *where))
-    exact, one, two = runs
-    format_, layout = compare(exact, one), compare(one, two)
-    return {name: [layout.gradients[name], far] for name, far in format_.gradients.items()}
+@functools.cache
+def alone(folder: Path, family: str, precision: str, only_experts: bool) -> tuple[Run, Run, list[Tensor]]:
+    """One process's runs in fp32 and in `precision`, with the choices of experts that the latter makes."""
+    targets = ONLY_EXPERTS if only_experts else TARGETS[family]
+    trial = Trial(str(folder / family), {}, {"precision": precision}, steps=1, prepare=adapted(targets, False))
+    model = load(trial, distributed=False)
+    with SameRouting(None) as routing:
+        one = train(trial, model)
+    model = load(replace(trial, patch={"precision": "fp32"}), distributed=False)
+    with SameRouting(routing.chosen):
+        exact = train(trial, model)
+    return exact, one, routing.chosen
+
+
+def rounded_cell(family: str, layout: str, precision: str, folder: Path, rank: int) -> dict[str, Any]:
+    """Distances of each gradient: of the layout from one process, and of that from fp32.
+
+    Where no block is cut, also which gradients differ if every process gets the tokens of the one process.
+    """
+    sizes = (LAYOUTS | FOUR)[layout]
+    targets = targets_of(family, sizes)
+    exact, one, chosen = alone(folder, family, precision, targets is ONLY_EXPERTS)
+    trial = Trial(str(folder / family), sizes, {"precision": precision}, steps=1, prepare=adapted(targets, True))
+
+    def run(part: int, parts: int) -> Run:
+        model = load(trial, distributed=True)
+        with SameRouting(chosen, part, parts):
+            return train(trial, model, part, parts)
+
+    found, far = compare(one, run(rank // sizes.get("tp", 1), trial.batches)), compare(exact, one).gradients
+    answer: dict[str, Any] = {"far": {name: [each, far[name]] for name, each in found.gradients.items()}}
+    if not sizes.keys() & {"tp", "ep"}:
+        same = run(0, 1)
+        assert same.gradients.keys() == one.gradients.keys()
+        answer["unequal"] = [
+            name for name, each in same.gradients.items() if not torch.equal(each, one.gradients[name])
+        ]
+    return answer
+
+
+def refused_cell(folder: Path) -> dict[str, Any]:
+    """What the first forward says of adapters whose shapes are those of a part."""
+    prepare = adapted(TARGETS["llama"], False)
+    trial = Trial(str(folder / "llama"), FOUR["fsdp2-replicate2"], {"precision": "fp32"}, prepare=prepare)
+    model = load(trial, distributed=True)
+    try:
+        model(tokens())
+    except UnsupportedModelError as error:
+        return {"error": str(error)}
+    return {"error": ""}
 
 
 def trainer_cell(folder: Path, rank: int) -> dict[str, Any]:
@@ -213,16 +278,16 @@ def trained(model: nn.Module, folder: Path, rows: list[dict[str, Tensor]], batch
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def cells(folder: Path, rank: int, processes: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cells(folder: Path, rank: int, processes: int, every: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     for family, layout in CELLS if processes == 2 else CELLS_OF_FOUR:
         yield f"{family}/{layout}", lambda family=family, layout=layout: cell(family, layout, folder, rank)
-    if processes == 2:
-        for family in ("llama", "mixtral"):
-            yield f"{family}/{ROUNDED}", lambda family=family: rounded_cell(family, folder)
-        yield TRAINER, lambda: trainer_cell(folder, rank)
+    for each in ROUNDED if processes == 2 else ROUNDED_OF_FOUR:
+        if every or each in ALWAYS:
+            yield "/".join(each), lambda each=each: rounded_cell(*each, folder, rank)
+    yield (TRAINER, lambda: trainer_cell(folder, rank)) if processes == 2 else (REFUSED, lambda: refused_cell(folder))
 
 
-def main(folder: Path, rank: int, processes: int) -> None:
+def main(folder: Path, rank: int, processes: int, every: bool) -> None:
     """Run all cells; the first that fails ends this process, and the test ends the others."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
@@ -234,7 +299,7 @@ def main(folder: Path, rank: int, processes: int) -> None:
         tiny_model(family, num_hidden_layers=1).save_pretrained(folder / family)
     dist.barrier()
     answers: dict[str, Any] = {}
-    for name, run in cells(folder, rank, processes):
+    for name, run in cells(folder, rank, processes, every):
         print(name, flush=True)
         answers[name] = run()
         (folder / f"rank-{rank}.json").write_text(json.dumps(answers), encoding="utf-8")
@@ -244,4 +309,4 @@ def main(folder: Path, rank: int, processes: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error", NeuronMoEWarning)
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "--all-layouts" in sys.argv)

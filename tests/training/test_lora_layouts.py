@@ -18,7 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.shared_runs import made_once, shared_folder
 from tests.tiny_models import tokens
-from tests.training.lora_driver import NAMES, NAMES_OF_FOUR, ROUNDED, TRAINER
+from tests.training.lora_driver import (
+    ALWAYS,
+    NAMES,
+    NAMES_OF_FOUR,
+    REFUSED,
+    ROUNDED,
+    ROUNDED_OF_FOUR,
+    TRAINER,
+    Rounded,
+)
 
 pytestmark = pytest.mark.slow
 ALL = NAMES + NAMES_OF_FOUR
@@ -30,30 +39,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_folder(tmp_path_factory, "lora")
 
 
+def ranks_of(processes: int, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what each of so many processes wrote, of all cells."""
+    every = request.config.getoption("--all-layouts")
+    make = functools.partial(launched, processes=processes, options=("--all-layouts",) if every else ())
+    return made_once(tmp_path_factory, "lora" if processes == 2 else "lora-of-four", make)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process wrote, of all cells of two processes."""
-    ranks: list[dict[str, Any]] = made_once(tmp_path_factory, "lora", launched)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = ranks_of(2, request, tmp_path_factory)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def found_of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = ranks_of(4, request, tmp_path_factory)
     return ranks
 
 
 @pytest.fixture
-def answers(name: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def answers(name: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each process found in one cell."""
-    processes = 4 if name in NAMES_OF_FOUR else 2
-    shared = "lora" if processes == 2 else "lora-of-four"
-    ranks = made_once(tmp_path_factory, shared, functools.partial(launched, processes=processes))
-    return [rank[name] for rank in ranks]
+    return [rank[name] for rank in request.getfixturevalue("found_of_four" if name in NAMES_OF_FOUR else "found")]
 
 
-def launched(folder: Path, processes: int = 2) -> list[dict[str, Any]]:
+def launched(folder: Path, processes: int, options: tuple[str, ...]) -> list[dict[str, Any]]:
     """Run all cells in so many processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.training.lora_driver", str(folder)]
     logs = [(folder / f"log-{rank}").open("w+") for rank in range(processes)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(processes)], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            [*command, str(rank), str(processes), *options],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         for rank, log in enumerate(logs)
     ]
@@ -78,7 +100,15 @@ def test_adapters_train_as_on_one_process(name: str, answers: list[dict[str, Any
     for cell in answers:
         # The order of fp32 sums; a factor whose gradient is not summed, or averaged twice, is off by its own size.
         assert cell["loss"] <= 2e-6 and cell["worst"][1] <= 2e-6, cell["worst"]
-        assert cell["count"] == (14 if "llama" in name else 18 if "qwen2" in name else 4 if "tp2-fsdp2" in name else 12)
+        assert cell["count"] == (
+            14
+            if "llama" in name
+            else 18
+            if "qwen2" in name
+            else 4
+            if "tp2-fsdp2" in name or "fsdp2-replicate2" in name
+            else 12
+        )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -111,11 +141,25 @@ def test_the_trainer_makes_adapters_of_experts_equal_and_averages_their_gradient
         assert len(one) == 4 and many == pytest.approx(one, rel=2e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_quantized_blocks_round_once_more_per_process(family: str, found: list[dict[str, Any]]) -> None:
-    """As for weights (tests/distributed): each process rounds its share of a block's result, and of its input's."""
-    for answers in found:
-        cell = answers[f"{family}/{ROUNDED}"]
-        assert len(cell) == (14 if family == "llama" else 12)
-        far = {name: each for name, each in cell.items() if each[0] > 2 * each[1]}
-        assert not far, far
+@pytest.mark.parametrize("each", ROUNDED + ROUNDED_OF_FOUR, ids="-".join)
+def test_rounded_blocks_are_as_near_as_their_format(each: Rounded, request: pytest.FixtureRequest) -> None:
+    """As for weights (tests/distributed): each process rounds its share of a block's result, and of its input's.
+
+    Where no block is cut, equal tokens on every process give one process's gradients bit for bit.
+    """
+    if each not in ALWAYS and not request.config.getoption("--all-layouts"):
+        pytest.skip("--all-layouts runs it")
+    family, layout, _ = each
+    for rank in request.getfixturevalue("found_of_four" if each in ROUNDED_OF_FOUR else "found"):
+        cell = rank["/".join(each)]
+        only_experts = "tp2-fsdp2" in layout or layout == "fsdp2-replicate2"
+        assert len(cell["far"]) == (14 if family == "llama" else 4 if only_experts else 12)
+        assert ("unequal" in cell) == (layout in ("fsdp2", "replicate2", "fsdp2-replicate2"))
+        far = {name: pair for name, pair in cell["far"].items() if not pair[0] <= 2 * pair[1]}
+        assert not far and not cell.get("unequal"), (far, cell.get("unequal"))
+
+
+def test_adapters_with_the_shape_of_a_part_are_refused(found_of_four: list[dict[str, Any]]) -> None:
+    for rank in found_of_four:
+        assert "which peft took from this process's part" in rank[REFUSED]["error"]
+        assert "without dp_replicate_size" in rank[REFUSED]["error"]
