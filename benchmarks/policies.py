@@ -3,8 +3,8 @@
     python benchmarks/policies.py --json out.json
     python docs/figures/policies.py --record out.json       # the figures that docs/figures/policies.svg shows
 
-Forward and backward in bf16, contestants taking turns as in ``blocks.py``; stock is the faster one of its
-implementations. All contestants of a block share one set of weights.
+Forward and backward in bf16, contestants taking turns as in ``blocks.py``. Stock is transformers' default for experts,
+``grouped_mm``. All contestants of a block share one set of weights.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ POLICIES = ("full", "minimal", "fp8", "recompute")
 
 def measure(case: Case, repeats: int, progress: Progress) -> dict[str, dict[str, float]]:
     """Return median and quartiles in seconds, of stock and of each policy."""
-    stock_names = blocks.stock_implementations(case)
-    contestants = {name: Block(case, torch.bfloat16, name) for name in stock_names}
-    first = contestants[stock_names[0]]
+    first = Block(case, torch.bfloat16, "grouped_mm")
+    contestants = {"stock": first}
     for policy in POLICIES:
         contestants[policy] = Block(case, torch.bfloat16, "eager")
         patch_model(contestants[policy], NeuronMoEConfig(precision="bf16", activations=policy))
@@ -49,9 +48,7 @@ def measure(case: Case, repeats: int, progress: Progress) -> dict[str, dict[str,
             blocks.share_weights(block, first)
     inputs = blocks.make_inputs(case, case.T, torch.bfloat16)
     steps = {name: blocks.train_step(block, inputs) for name, block in contestants.items()}
-    times = blocks.time_in_turns(steps, repeats, 60.0, f"bf16, {case.sizes}", progress)
-    stock = min((times.pop(name) for name in stock_names), key=lambda each: each["median_s"])
-    return {"stock": stock, **times}
+    return blocks.time_in_turns(steps, repeats, 60.0, f"bf16, {case.sizes}", progress)
 
 
 def main() -> None:

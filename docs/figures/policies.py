@@ -56,7 +56,8 @@ def draw() -> str:
             described.append(f"{block} {policy}: {kib:.1f} KiB, {times[policy]:,} ms")
             y += 19
         y += 22
-    where = f"{machine['threads']} threads, {machine['processor']}, bf16 instructions, {machine['date']}"
+    instructions = "bf16 instructions" if machine["native_bf16_matmul"] else "no bf16 instructions"
+    where = f"{machine['threads']} threads, {machine['processor']}, {instructions}, {machine['date']}"
     note = f"Bytes are computed from shapes, as saved-tensor hooks count them. Times: benchmarks/policies.py, {where}."
     parts.append(text(20, y + 2, note, kind="muted"))
     return picture((880, int(y) + 18), "Saved bytes and time of a step by policy", "; ".join(described), parts)

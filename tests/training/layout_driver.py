@@ -31,7 +31,7 @@ BATCH, LENGTH = 2, 24
 PATCHES = {
     f"{precision} {policy}": NeuronMoEConfig(precision=precision, activations=policy)
     for precision in ("bf16", "mxfp8")
-    for policy in ("full", "minimal")
+    for policy in ("full", "minimal", "fp8", "recompute")
 }
 
 
