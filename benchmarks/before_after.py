@@ -12,6 +12,7 @@ transformers runs. A ratio divides medians: above 1, the checkout that this scri
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -44,6 +45,7 @@ class Checkout:
     """The process of one checkout."""
 
     def __init__(self, folder: Path, isa: str | None) -> None:
+        self.folder = folder
         environment = os.environ | {"PYTHONPATH": str(folder)}
         if isa:  # as benchmarks/setting.py, which the other checkout need not have
             environment |= {"ATEN_CPU_CAPABILITY": isa}
@@ -60,12 +62,13 @@ class Checkout:
     def seconds(self, case: str, precision: str, tokens: int | None) -> float:
         """Return the time of one step; the first of a case makes its block."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([case, precision, tokens]) + "\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps([case, precision, tokens]) + "\n")
+            self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith("seconds "):
                 return float(line.split()[1])
-        raise SystemExit(f"the process of {self.process.args} ended")
+        raise SystemExit(f"The process of {self.folder} ended; its own words are above.")
 
 
 @contextmanager
@@ -92,6 +95,8 @@ def main() -> None:
     parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
     parser.add_argument("--json", type=Path, help="write the results here too")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2, for quartiles")
     results = []
     print(f"{'case':5} {'precision':10} {'tokens':>7} {'before ms':>22} {'after ms':>22} {'after/before':>13}")
     with checkouts({"before": options.before.resolve(), "after": HERE}, options.isa) as both:

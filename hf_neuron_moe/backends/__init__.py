@@ -61,6 +61,11 @@ def is_traceable(name: str) -> bool:
     return bool(_class_of(name).traceable)
 
 
+def is_universal(name: str) -> bool:
+    """Return whether this backend computes every block, whatever can run here."""
+    return bool(_class_of(name).universal)
+
+
 def drop_weight_copies(weights: Iterable[Tensor]) -> int:
     """Drop the copies of `weights` that loaded backends keep, in their kernels' form; return their bytes."""
     sources = list(weights)

@@ -10,8 +10,7 @@ import typer
 from hf_neuron_moe.cli.model_folder import quiet_transformers
 from hf_neuron_moe.cli.shared_options import Json, make_folder, tell
 from hf_neuron_moe.errors import DestinationError, nearest
-
-FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss")
+from hf_neuron_moe.finetune.configs import TINY_FAMILIES as FAMILIES
 
 
 def _known(family: str) -> str:

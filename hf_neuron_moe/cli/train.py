@@ -89,8 +89,8 @@ def _run(options: Options, words: list[str], check_only: bool, as_json: bool) ->
     if as_json or not sys.stderr.isatty():  # bars fill a log with their steps
         disable_progress_bar()
         disable_progress_bars()
-        os.environ.setdefault("TQDM_DISABLE", "1")  # read by TRL
         if "disable_tqdm" not in options.places:
+            os.environ.setdefault("TQDM_DISABLE", "1")  # read by TRL
             options.training.disable_tqdm = True
     try:
         if check_only:

@@ -9,7 +9,7 @@ from hf_neuron_moe.demo.comparison import STOCK, Comparison
 from hf_neuron_moe.report.page import Section, render_page
 from hf_neuron_moe.report.plots import Line, Table, bar_figure, heat_map, line_figure
 
-HEADINGS = ("run", "loss before", "loss after", "loss vs stock", "tokens/s", "saved KiB/token", "saved vs stock")
+HEADINGS = ("run", "loss before", "loss after", "loss vs stock", "tokens/s", "saved KiB/token", "share of stock")
 
 _LEGEND = "Losses are in nats on held-out text. Saved: what all patched blocks together save for backward."
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from hf_neuron_moe.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
+TINY_FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss")
+"""What ``hf-neuron-moe tiny-model`` makes; configurations name its folders ``tiny-mixtral`` and so on."""
+
 LAUNCHER = "accelerate"
 """Subfolder whose files are for ``accelerate launch --config_file``, not for ``train``."""
 

@@ -25,7 +25,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
+from hf_neuron_moe.backends import NEURON_BACKENDS, is_universal, resolve_backend
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
 from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning, naming, nearest, not_one_of
@@ -47,6 +47,11 @@ from hf_neuron_moe.training.checkpoint_files import find_last_complete
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers for which transformers makes a mask from position ids."""
+
+FUSED = dict.fromkeys(("w1", "w3", "gate_proj", "up_proj"), "gate_up_proj") | dict.fromkeys(
+    ("w2", "down_proj"), "down_proj"
+)
+"""Layers of experts, and the parameter that transformers stacks them in."""
 
 WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """Files that a whole model is saved in, pickled ones too."""
@@ -93,7 +98,8 @@ def check_no_adapter(folder: Path) -> None:
     """Refuse a folder with an adapter: transformers would load it frozen, and TRL would put another one over it."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         base = content_of(read_config(folder, ADAPTER_CONFIG_NAME)).get("base_model_name_or_path")
-        fix = f"Name its base, {base!r}, and continue the run with --resume; or save a merged model: lora_merge: true."
+        named = f", {base!r}," if base else ""
+        fix = f"Name its base{named} and continue the run with --resume; or save a merged model: lora_merge: true."
         raise bad("model", f"a folder without {ADAPTER_CONFIG_NAME}", f"{str(folder)!r}, which has an adapter", fix)
 
 
@@ -255,7 +261,7 @@ def check_quantized(lora: LoraOptions) -> None:
 
 def check_quantized_backend(backend: str, fallback: str) -> None:
     """Refuse to train on a base of MX codes by kernels alone: none trains through them."""
-    if backend == "torch" or fallback == "torch":
+    if fallback == "torch" or (backend != "auto" and is_universal(backend)):  # auto: of a Neuron device, not here yet
         return
     fix = (
         "Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train from "
@@ -292,8 +298,11 @@ def check_resumed(options: Options, config: bytes | str) -> None:
         modules, made = (set(adapter.get(f"target_{kind}") or []) for kind in ("modules", "parameters"))
         every, parameters = options.lora.lora_targets == ["all-linear"], set(options.lora.lora_parameters)
         targets = modules if every else set(options.lora.lora_targets)
-        if made - parameters and (every or targets - modules):
-            made, targets = made & parameters, targets & modules  # peft made parameters of targets such as w1
+        # peft makes parameters of targets that are parts of a fused weight.
+        gone = {target for target in targets - modules if FUSED.get(target) in {name.split(".")[-1] for name in made}}
+        fused = set(FUSED.values()) if every else {FUSED[target] for target in gone}
+        targets -= gone
+        made -= {name for name in made - parameters if name.split(".")[-1] in fused}
         was |= {"lora_parameters": sorted(made), "lora_targets": sorted(modules)}
         now |= {"lora_parameters": sorted(parameters), "lora_targets": sorted(targets)}
     else:

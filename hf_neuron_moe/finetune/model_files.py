@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_neuron_moe.convert.io.folder import resolve_source
 from hf_neuron_moe.convert.io.source import damaged, read_index
 from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import SourceDamageError, public
+from hf_neuron_moe.finetune.configs import TINY_FAMILIES
 from hf_neuron_moe.finetune.train_options import bad, one_line
 from hf_neuron_moe.quantizers.quantization_config import PRECISIONS
 
@@ -33,9 +35,10 @@ def folder_of(argument: str, name: str, revision: str) -> Path:
         got = f"{name!r}: {one_line(error)}"
         raise SourceDamageError.about(argument, expected, got, fix).named("train") from error
     if not folder.is_dir():
-        fix, last = "Correct the path; a hub id is OWNER/NAME.", Path(name).name
-        if last.startswith("tiny-"):  # as in the package's configurations
-            fix = f"Make it: `hf-neuron-moe tiny-model {last.removeprefix('tiny-')} {name}`."
+        fix, family = "Correct the path; a hub id is OWNER/NAME.", Path(name).name.removeprefix("tiny-")
+        if Path(name).name == f"tiny-{family}" and family.replace("-", "_") in TINY_FAMILIES:
+            made = f"hf-neuron-moe tiny-model {family.replace('-', '_')} {shlex.quote(name)}"
+            fix = f"Correct the path, or make it: `{made}`."
         raise bad(argument, "an existing folder or a hub id", f"{name!r}, a folder that does not exist", fix)
     return folder
 

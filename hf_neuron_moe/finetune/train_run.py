@@ -86,7 +86,9 @@ def _without_false_warnings() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
-        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys .*gate_up_proj", RuntimeWarning)
+        warnings.filterwarnings(
+            "ignore", r"The following (rank|alpha)_pattern keys [^\[]*\['[^']*gate_up_proj[^',]*'\]", RuntimeWarning
+        )
         yield
 
 

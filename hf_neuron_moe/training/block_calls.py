@@ -153,23 +153,25 @@ def _first(bias_I: Tensor | None) -> Tensor | None:
 
 def decoded(stack: MXExpertStack, *, dense: bool) -> FFNWeights | ExpertWeights:
     """Return the values of MX codes, which bf16 holds exactly, as weights in ``nn.Linear`` orientation."""
-    hidden, inner = stack.hidden, stack.inner
-    parts = []
-    for expert in (None,) if dense else range(len(stack.down_codes)):
-        one = stack.expert(expert)
-        halves_IH = [_values(one.gate_up, slice(start, start + inner)) for start in (0, inner)]
-        parts.append((*halves_IH, _values(one.down, slice(0, hidden))[:, :inner]))
+    hidden, inner, count = stack.hidden, stack.inner, 1 if dense else len(stack.down_codes)
+    device = stack.down_codes.device
+    gate_up_EFH = torch.empty(count, 2 * inner, hidden, dtype=torch.bfloat16, device=device)
+    down_EHI = torch.empty(count, hidden, inner, dtype=torch.bfloat16, device=device)
+    for number in range(count):  # one at a time: a base in codes was chosen for its size
+        one = stack.expert(None if dense else number)
+        for half in (slice(0, inner), slice(inner, 2 * inner)):
+            gate_up_EFH[number, half] = _values(one.gate_up, half)
+        down_EHI[number] = _values(one.down, slice(0, hidden))[:, :inner]
     if dense:
         gate_bias, up_bias = (None, None) if stack.gate_up_bias is None else stack.gate_up_bias.chunk(2)
-        gate_IH, up_IH, down_HI = parts[0]
-        return FFNWeights(gate_IH, up_IH, down_HI, gate_bias, up_bias, stack.down_bias)
-    gate_EIH, up_EIH, down_EHI = map(torch.stack, zip(*parts, strict=True))
-    return ExpertWeights(torch.cat([gate_EIH, up_EIH], 1), down_EHI, stack.gate_up_bias, stack.down_bias)
+        gate_IH, up_IH = gate_up_EFH[0].chunk(2)
+        return FFNWeights(gate_IH, up_IH, down_EHI[0], gate_bias, up_bias, stack.down_bias)
+    return ExpertWeights(gate_up_EFH, down_EHI, stack.gate_up_bias, stack.down_bias)
 
 
 def _values(matrix: MXMatrix, rows: slice) -> Tensor:
     out_FK = torch.empty(rows.stop - rows.start, matrix.shape[1], device=matrix.codes.device)
-    return matrix.values(rows, slice(0, matrix.shape[1]), out_FK).bfloat16()
+    return matrix.values(rows, slice(0, matrix.shape[1]), out_FK)
 
 
 def oriented(weight: Tensor, spec: BlockSpec) -> Tensor:

@@ -17,7 +17,14 @@ from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from hf_neuron_moe.finetune import check, configs, model_files, read_options
-from hf_neuron_moe.finetune.early_checks import check_packing, check_run, check_training, masks_with_positions
+from hf_neuron_moe.finetune.early_checks import (
+    check_packing,
+    check_quantized_backend,
+    check_resumed,
+    check_run,
+    check_training,
+    masks_with_positions,
+)
 from hf_neuron_moe.finetune.kernels import check_kernels
 from hf_neuron_moe.finetune.model_files import check_weights, longest_input, read_config
 from hf_neuron_moe.finetune.train_options import Options
@@ -405,3 +412,22 @@ def test_own_training_files_replace_the_evaluation_of_the_package_too() -> None:
         assert not read_options(["tiny-llama", "--train_files", "rows.txt"]).has_evaluation
     own = read_options(["tiny-llama", "--train_files", "rows.txt", "--eval_files", "rows.txt"])
     assert own.data.eval_files == ["rows.txt"]
+
+
+def test_torch_backends_train_through_frozen_mx_codes() -> None:
+    for backend in ("torch", "torch-grouped"):
+        check_quantized_backend(backend, "refuse")
+    with refused(ConfigError, "neuron_fallback", "on backend auto"):
+        check_quantized_backend("auto", "refuse")
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj"], ["q_proj", "w2"]])
+def test_a_checkpoint_with_adapters_of_other_targets_is_not_resumed(tmp_path: Path, targets: list[str]) -> None:
+    """Parameters that peft did not make of these targets: `w2` would be the down projection."""
+    adapter = {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    make_tiny_model("mixtral", tmp_path / "model")
+    given = options(tmp_path / "model", resume_from_checkpoint=tmp_path, lora_rank=2, lora_targets=" ".join(targets))
+    given.lora.lora_targets = targets
+    with refused(ConfigError, "resume_from_checkpoint", "lora_(parameters|targets)"):
+        check_resumed(given, config_of(given))

@@ -89,7 +89,10 @@ class Gating:
         return F.silu(out, inplace=True) if self.act_ is None else self.act_(out)
 
     def up_value(self, up: Tensor) -> Tensor:
-        """Return what multiplies the activation: `up` itself, or a tensor that is valid until the next call."""
+        """Return what multiplies the activation: `up` itself, or a tensor that is valid until the next call.
+
+        Not differentiable with a softcap, and not for tensors without storage: the buffer is the thread's.
+        """
         if self.up_limits != (None, None):
             up = up.clamp(self.up_limits[1], self.up_limits[0])
         if self.up_softcap is None:
@@ -266,7 +269,10 @@ def _swish(alpha: float) -> Activation:
 
 
 def _softcapped_silu(cap: float, rounded: bool) -> Activation:
-    """``v s`` and ``s + v s (1 - s - v / c^2)`` with ``v = c tanh(x / c)``, s the logistic function of x."""
+    """``v s`` and ``s (1 - v^2 / c^2) + v s (1 - s)`` with ``v = c tanh(x / c)``, s the logistic function of x.
+
+    `rounded`, the derivative is ``s + v s (1 - s - v / c^2)``, within ``2**-14 max(c, 1)``: it cancels for large x.
+    """
     capped = softcap_to_round if rounded else softcap
 
     def value_(x: Tensor) -> Tensor:
@@ -275,9 +281,14 @@ def _softcapped_silu(cap: float, rounded: bool) -> Activation:
 
     def both(x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
         v, s = capped(x, cap, value), torch.sigmoid(x, out=grad)
-        share = torch.add(s, v, alpha=cap**-2, out=_spare(x, "gate_softcap"))
-        product = v.mul_(s)
-        return s.addcmul_(product, share, value=-1).add_(product)
+        spare = _spare(x, "gate_softcap")
+        if rounded:
+            share, product = torch.add(s, v, alpha=cap**-2, out=spare), v.mul_(s)
+            return s.addcmul_(product, share, value=-1).add_(product)
+        second, t = torch.ops.aten.sigmoid_backward(v, s), torch.div(v, cap, out=spare)
+        v.mul_(s)
+        torch.ops.aten.tanh_backward.grad_input(s, t, grad_input=s)
+        return s.add_(second)
 
     return Activation(
         lambda x: (x / cap).tanh_().mul_(cap).mul_(torch.sigmoid(x)),

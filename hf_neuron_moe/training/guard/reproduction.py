@@ -54,7 +54,7 @@ class Reproduction:
         if self.product is not None:
             for side, parts in (("left", self.product.left_RK), ("right", self.product.right_CK)):
                 tensors |= {f"{side}.{number}": part.contiguous() for number, part in enumerate(parts)}
-            options = {name: getattr(self.product, name) for name in ("precision", "width", "lone_384")}
+            options = {name: getattr(self.product, name) for name in ("precision", "width", "lone_384", "scheme")}
         facts = {"seed": seed, **environment()}
         content = {"alarm": self.alarm, "product": options, "facts": facts}
         save_file(tensors, path, {_METADATA: json.dumps(content)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from hf_neuron_moe.training.blocks import patched_blocks
 from hf_neuron_moe.training.guard import reproduction
 from hf_neuron_moe.training.guard.bands import LEARNED, Bands
 from hf_neuron_moe.training.guard.findings import Finding, row_errors
+from hf_neuron_moe.training.guard.reproduction import Reproduction
 from hf_neuron_moe.training.guard.watch import StepLooked, Watch
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, converted as converted, load, source as source
 from tests.quantizers.test_frozen_adapters import ATTENTION, adapted
@@ -49,14 +51,17 @@ class Replaying(Watch):
         for found in findings:
             replayed = found.name in ("y", "dx") or (found.name in ("gate", "up") and not self.fp8)
             if replayed and found.evidence is not None:
-                shown = found.evidence()
+                seen = found.evidence()
+                with tempfile.TemporaryDirectory() as folder:  # as an alarm leaves it
+                    Reproduction.of({}, seen).save(Path(folder) / "seen.safetensors", 0)
+                    shown = Reproduction.load(Path(folder) / "seen.safetensors")
                 assert shown.product is not None
                 errors = row_errors(shown.observed_RC.bfloat16(), shown.product.value())
                 assert errors.worst <= 2e-2, (found.product, found.name)
         super()._judge(block, findings, form)
 
 
-@pytest.mark.parametrize("policy", ["full", "recompute", "up", "fp8"])
+@pytest.mark.parametrize("policy", ["full", "minimal", "recompute", "up", "fp8"])
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [
