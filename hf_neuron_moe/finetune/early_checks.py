@@ -298,11 +298,10 @@ def check_resumed(options: Options, config: bytes | str) -> None:
         modules, made = (set(adapter.get(f"target_{kind}") or []) for kind in ("modules", "parameters"))
         every, parameters = options.lora.lora_targets == ["all-linear"], set(options.lora.lora_parameters)
         targets = modules if every else set(options.lora.lora_targets)
-        # peft makes parameters of targets that are parts of a fused weight.
+        # peft makes parameters of targets that are parts of a fused weight, and for all-linear what it finds.
         gone = {target for target in targets - modules if FUSED.get(target) in {name.split(".")[-1] for name in made}}
-        fused = set(FUSED.values()) if every else {FUSED[target] for target in gone}
-        targets -= gone
-        made -= {name for name in made - parameters if name.split(".")[-1] in fused}
+        fused, targets = {FUSED[target] for target in gone}, targets - gone
+        made -= {name for name in made - parameters if every or name.split(".")[-1] in fused}
         was |= {"lora_parameters": sorted(made), "lora_targets": sorted(modules)}
         now |= {"lora_parameters": sorted(parameters), "lora_targets": sorted(targets)}
     else:
