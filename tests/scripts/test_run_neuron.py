@@ -90,6 +90,7 @@ DRY_REFUSED: list[tuple[str, str, list[str], str]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*eval_files, which belong to the package:UserWarning")
 @pytest.mark.parametrize(("chip", "processes", "words", "message"), DRY_REFUSED)
 def test_a_dry_run_refuses_what_the_run_would_stop_at(
     chip: str,
