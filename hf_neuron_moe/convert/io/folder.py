@@ -49,10 +49,8 @@ def check_model(directory: Path) -> None:
     """Refuse what is not the folder of a model, be it a checkpoint, a conversion or ``config.json`` alone."""
     _check_folder(directory, f"a local folder with {CONFIG_FILE}")
     if not (directory / CONFIG_FILE).is_file():
-        got, fix = (
-            "a folder without it",
-            "Give the folder that save_pretrained wrote or that was downloaded from the Hub.",
-        )
+        got = "a folder without it"
+        fix = "Give the folder that save_pretrained wrote or that was downloaded from the Hub."
         if (directory / "adapter_config.json").is_file():
             got = "an adapter of peft"
             fix = "Merge it first: lora_merge in a run of `train`; or merge_and_unload() and save_pretrained in peft."
