@@ -16,7 +16,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeGuard
 
 from hf_neuron_moe.errors import ConfigError, nearest, public
@@ -25,7 +25,6 @@ CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
 BF16_CHECKPOINTS = ("gate_pre", "up")
 """What the kernels of the precisions other than mxfp8 keep."""
 
-PRESETS = ("full", "minimal", "fp8", "recompute")
 STORAGES = ("compute", "fp8")
 
 _HELP = "See help(hf_neuron_moe.NeuronMoEConfig)."
@@ -43,6 +42,11 @@ class Keep:
     text: str = ""  # the string itself
 
     @property
+    def named(self) -> bool:
+        """Whether a list of checkpoints does not say all, so that the string is a preset's name."""
+        return self.fp8 or not self.whole_up
+
+    @property
     def backward(self) -> bool:
         """Whether a backward may come."""
         return bool(self.text)
@@ -58,13 +62,20 @@ class Keep:
         return not self.fp8 and not self.names.issuperset(BF16_CHECKPOINTS)
 
 
+PRESETS = {
+    "full": Keep(frozenset(CHECKPOINTS)),  # those of them that the precision's kernels have
+    "minimal": Keep(frozenset(BF16_CHECKPOINTS), whole_up=False),
+    "fp8": Keep(frozenset(BF16_CHECKPOINTS), fp8=True),
+    "recompute": Keep(),
+}
+"""The policies that have a name, each a row without `text`. One that is no plain list may name gate_pre and up only."""
+
+
 @functools.cache
 def parse_keep(keep: str) -> Keep:
     """Read a canonical keep string; the empty one keeps nothing, for a backward that will not come."""
-    if keep in ("minimal", "fp8"):
-        return Keep(frozenset(BF16_CHECKPOINTS), fp8=keep == "fp8", whole_up=keep != "minimal", text=keep)
-    names = frozenset(keep.split("+")) if keep not in ("", "recompute") else frozenset[str]()
-    return Keep(names, text=keep)
+    names = frozenset(keep.split("+")) if keep else frozenset[str]()
+    return replace(PRESETS.get(keep) or Keep(names), text=keep)
 
 
 def kept_up_columns(intermediate: int) -> int:
@@ -260,14 +271,27 @@ def canonical_keep(activations: Activations, precision: str) -> str:
         raise _refuse("activations", "one block's policy", str(policy), "patch_model resolves the others.")
     check_for_precision(policy, precision)
     name = _name(policy)
-    return "+".join(_kernel_checkpoints(precision)) if name == "full" else name
+    return _preset_keep(name, precision) if name in PRESETS else name
 
 
 def keep_strings(precision: str) -> frozenset[str]:
     """Return every canonical keep string of a precision."""
     known = _kernel_checkpoints(precision)
     subsets = (some for size in range(1, len(known) + 1) for some in itertools.combinations(known, size))
-    return frozenset({"minimal", "fp8", "recompute", *("+".join(some) for some in subsets)})
+    return frozenset({*preset_keeps(precision), *("+".join(some) for some in subsets)})
+
+
+def preset_keeps(precision: str) -> dict[str, str]:
+    """Return the presets' canonical keep strings and names, in the order of the table; of equal strings the first."""
+    keeps: dict[str, str] = {}
+    for name in PRESETS:
+        keeps.setdefault(_preset_keep(name, precision), name)
+    return keeps
+
+
+def _preset_keep(name: str, precision: str) -> str:
+    keep = PRESETS[name]
+    return name if keep.named else "+".join(c for c in _kernel_checkpoints(precision) if c in keep.names) or "recompute"
 
 
 def _kernel_checkpoints(precision: str) -> tuple[str, ...]:

@@ -140,10 +140,9 @@ def recorded_policy(
     inputs: tuple[Tensor | None, ...], activations: str, precision: str, training: bool = False
 ) -> Keep:
     """Return the policy where a backward may come, else one that keeps nothing."""
-    if activations not in _KEEPS[precision]:
-        activations = canonical_keep(activations, precision)
+    keep = _KEEPS[precision].get(activations) or parse_keep(canonical_keep(activations, precision))
     recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    return _KEEPS[precision][activations] if recording else _UNRECORDED[training]
+    return keep if recording else _UNRECORDED[training]
 
 
 def _without_dispatch(inputs: tuple[Tensor | None, ...], backend: str) -> Backend | None:

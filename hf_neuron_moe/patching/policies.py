@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_neuron_moe.activation_policy import (
-    CHECKPOINTS,
     ActivationBudget,
     ActivationPolicy,
     Activations,
     BlockActivations,
     canonical_keep,
     keep_strings,
+    parse_keep,
+    preset_keeps,
 )
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
@@ -30,8 +31,6 @@ from hf_neuron_moe.patching.apply import PlanItem
 from hf_neuron_moe.patching.budget import Option, cheapest_plan
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.report import PatchEntry
-
-_PRESETS = ("minimal", "recompute", "fp8")  # of which the name is the keep string too
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,7 @@ def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock]) -> list[Blo
 
 
 def _as_policy(keep: str, precision: str) -> BlockActivations:
-    if keep == canonical_keep("full", precision):
-        return "full"
-    return (
-        keep if keep in _PRESETS else ActivationPolicy(keep=[name for name in CHECKPOINTS if name in keep.split("+")])
-    )
+    return preset_keeps(precision).get(keep) or ActivationPolicy(keep=keep.split("+"))
 
 
 def _options(shape: SavedBlock, budget: ActivationBudget) -> list[Option]:
@@ -149,7 +144,7 @@ def _options(shape: SavedBlock, budget: ActivationBudget) -> list[Option]:
             return saved_bytes(shape, keep)
         return saved_bytes_of_call(shape, keep, budget.tokens) / budget.tokens
 
-    presets = (canonical_keep("full", shape.precision), *_PRESETS)
-    keeps = sorted(keep_strings(shape.precision) - ({"fp8"} if not budget.allow_fp8 else set()))
+    presets = [*preset_keeps(shape.precision)]
+    keeps = sorted(keep for keep in keep_strings(shape.precision) if budget.allow_fp8 or not parse_keep(keep).fp8)
     keeps.sort(key=lambda keep: presets.index(keep) if keep in presets else len(presets))
     return [Option(keep, saved(keep), recomputed_flops(shape, keep)) for keep in keeps]
