@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.convert.manifest import WrittenTensor
+from hf_neuron_moe.errors import ConversionError
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Read = Callable[[WrittenTensor, int | None], Tensor]  # Of a stored tensor; with an expert index, that expert's part
@@ -25,25 +26,13 @@ def read_operand(stored: WrittenTensor, scales_of: WrittenTensor | None, expert:
 
     `stored` holds values, codes or words of one orientation and rank, `scales_of` their block scales, None for bf16.
     """
-    values, layout = read(stored, expert), stored.layout
-    if scales_of is None:
-        if layout == "bf16_swizzled":
-            return _natural(values).float()
-        # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
-        return (values.t() if layout == "bf16_kernel" and expert is not None else values).float()
-    scales = read(scales_of, expert).view(torch.uint8)
-    if layout.endswith("_words"):
-        matrix = _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=stored.scale_layout == "packed")
-        if not layout.endswith("_permuted_words"):
-            return matrix
-        if values.ndim == 3:
-            return matrix[:, _group_places(matrix.shape[1], 512)]
-        rows = _group_places(len(matrix) // 2, 512)
-        return matrix[torch.cat([rows, len(rows) + rows])][:, _group_places(matrix.shape[1], matrix.shape[1])]
-    codes = values.view(torch.uint8)
-    codes_FK = codes if layout.endswith("_fused_codes") else _natural(codes)
-    block_K = k_positions(codes_FK.shape[1])[0] // 8
-    return _e4m3(codes_FK) * _power(scales[scale_row_of(block_K, stored.scale_layout)].t())
+    formula = FORMULAS.get(stored.layout)
+    if formula is None:
+        expected = f"one that can be read back ({', '.join(FORMULAS)})"
+        fix = "Add its formula to FORMULAS in convert/audit/operands.py, or verify without the source."
+        raise ConversionError.about(f"layout of {stored.name}", expected, repr(stored.layout), fix)
+    values = read(stored, expert)
+    return formula(values, _NO_SCALES if scales_of is None else read(scales_of, expert).view(torch.uint8), stored)
 
 
 def _natural(swizzled: Tensor) -> Tensor:
@@ -79,9 +68,15 @@ def scale_row_of(block: Tensor, layout: str | None) -> Tensor:
     return block
 
 
-def _read_words(words: Tensor, scales: Tensor, *, fp4: bool, packed: bool) -> Tensor:
+def _read_codes(codes_FK: Tensor, scales: Tensor, stored: WrittenTensor) -> Tensor:
+    """Codes of the MLP kernels in Linear's order, with their scales."""
+    block_K = k_positions(codes_FK.shape[1])[0] // 8
+    return _e4m3(codes_FK) * _power(scales[scale_row_of(block_K, stored.scale_layout)].t())
+
+
+def _read_words(words: Tensor, scales: Tensor, stored: WrittenTensor) -> Tensor:
     """One expert of ``moe_cte``'s MX weights: gate_up ``[128, 2, t, I]`` along H, down ``[Q, t, H]`` along I."""
-    lanes = _lanes(words, fp4)  # [..., 4]
+    lanes, packed = _lanes(words, stored.layout.startswith("mxfp4")), stored.scale_layout == "packed"  # [..., 4]
     partition = torch.arange(words.shape[0])
     if words.ndim == 4:
         scales_Q2tI = _unpack_rows(scales, words.shape[2]).movedim(1, 2) if packed else scales
@@ -92,6 +87,15 @@ def _read_words(words: Tensor, scales: Tensor, *, fp4: bool, packed: bool) -> Te
     matrix_QtHj = lanes * _power(scales_QtH[partition // 8])[..., None]
     # i = t*512 + j*Q + q: [H, t, j, q]
     return matrix_QtHj.permute(2, 1, 3, 0).reshape(words.shape[2], -1)
+
+
+def _read_permuted(words: Tensor, scales: Tensor, stored: WrittenTensor) -> Tensor:
+    """The same, where H and I are permuted."""
+    matrix = _read_words(words, scales, stored)
+    if words.ndim == 3:
+        return matrix[:, _group_places(matrix.shape[1], 512)]
+    rows = _group_places(len(matrix) // 2, 512)
+    return matrix[torch.cat([rows, len(rows) + rows])][:, _group_places(matrix.shape[1], matrix.shape[1])]
 
 
 def _group_places(size: int, largest: int) -> Tensor:
@@ -127,3 +131,17 @@ def _power(scales: Tensor) -> Tensor:
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
     powers[255] = torch.nan
     return powers[scales.long()]
+
+
+_NO_SCALES = torch.empty(0, dtype=torch.uint8)
+FORMULAS: dict[str, Callable[[Tensor, Tensor, WrittenTensor], Tensor]] = {
+    "bf16_fused": lambda values, _, stored: values.float(),
+    # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
+    "bf16_kernel": lambda values, _, stored: (values.t() if len(stored.shape) == 3 else values).float(),
+    "bf16_swizzled": lambda values, _, stored: _natural(values).float(),
+    "mxfp8_fused_codes": lambda codes, *others: _read_codes(codes.view(torch.uint8), *others),
+    "mxfp8_swizzled_codes": lambda codes, *others: _read_codes(_natural(codes.view(torch.uint8)), *others),
+    **dict.fromkeys(("mxfp8_moe_words", "mxfp4_moe_words"), _read_words),
+    **dict.fromkeys(("mxfp8_moe_permuted_words", "mxfp4_moe_permuted_words"), _read_permuted),
+}
+"""By layout: fp32 ``[F, K]`` of one matrix's values, codes or words, its scales (uint8) and what describes it."""
