@@ -61,9 +61,9 @@ def is_traceable(name: str) -> bool:
     return bool(_class_of(name).traceable)
 
 
-def is_universal(name: str) -> bool:
-    """Return whether this backend computes every block, whatever can run here."""
-    return bool(_class_of(name).universal)
+def trains_quantized(name: str) -> bool:
+    """Return whether this backend trains through every block with MX weights, whatever can run here."""
+    return bool(_class_of(name).trains_quantized)
 
 
 def drop_weight_copies(weights: Iterable[Tensor]) -> int:

@@ -57,10 +57,14 @@ class Backend(Protocol):
     """
 
     name: str
+    fixed_rows: bool
+    """Whether its device takes no tensors whose number of rows depends on values."""
     traceable: ClassVar[bool]
     """Whether ``torch.compile`` may trace into forward and backward, where the plugin's ``nki_op`` does that."""
     universal: ClassVar[bool]
     """Whether it computes every block on every device, so that :meth:`support` need not be asked."""
+    trains_quantized: ClassVar[bool]
+    """Whether it computes the backward of every block with MX weights."""
     default_layout: ClassVar[str]
     """Weight layout of ``weights="auto"``: ``"stock"`` or ``"kernel"``."""
 

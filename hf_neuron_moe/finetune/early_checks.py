@@ -25,7 +25,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from hf_neuron_moe.backends import NEURON_BACKENDS, is_universal, resolve_backend
+from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend, trains_quantized
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
 from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning, naming, nearest, not_one_of
@@ -261,7 +261,9 @@ def check_quantized(lora: LoraOptions) -> None:
 
 def check_quantized_backend(backend: str, fallback: str) -> None:
     """Refuse to train on a base of MX codes by kernels alone: none trains through them."""
-    if fallback == "torch" or (backend != "auto" and is_universal(backend)):  # auto: of a Neuron device, not here yet
+    if fallback == "torch" or (
+        backend != "auto" and trains_quantized(backend)
+    ):  # auto: of a Neuron device, not here yet
         return
     fix = (
         "Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train from "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.torch import compute, gating
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.modules import structure
@@ -105,6 +106,30 @@ def test_an_activation_that_changes_afterwards_is_an_error() -> None:
     block.act_fn = nn.SiLU()
     with refused(UnsupportedModelError, "act_fn", "tanh, as when the block was patched"):
         loss_and_gradients(model)
+
+
+@pytest.mark.usefixtures("rows")
+def test_triton_kernels_leave_it_to_others() -> None:
+    pytest.importorskip("triton")
+    reason = "its activation is tanh, and the Triton kernels have silu, swish"
+    with refused(NothingToPatchError, "model", reason):
+        patch_model(tiny_model("mixtral", hidden_act="tanh"), NeuronMoEConfig(backend="triton"))
+    for family, config, backend in (
+        ("mixtral", {"fallback": "torch"}, "torch"),
+        ("mixtral", {"precision": "fp32"}, "triton"),  # these two are torch's operations
+        ("llama", {}, "triton"),
+    ):
+        model = tiny_model(family, hidden_act="tanh").bfloat16()
+        report = patch_model(model, NeuronMoEConfig(backend="triton", **config))
+        assert {entry.backend for entry in report.patched} == {backend}
+        loss_and_gradients(model)
+    kernels = get_backend("triton")
+    assert not kernels.universal, "a registered implementation asks at its calls"
+
+
+def test_triton_kernels_have_every_row() -> None:
+    gate_functions = pytest.importorskip("hf_neuron_moe.backends.triton.gate_functions")
+    assert set(gate_functions.ACTIVATIONS) == set(gating.ACTIVATIONS)
 
 
 def test_without_the_rows_the_reason_names_the_activation() -> None:

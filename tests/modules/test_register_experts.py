@@ -79,6 +79,16 @@ def test_unsupported_experts_are_refused_at_the_call() -> None:
         model(tokens())
 
 
+def test_a_gate_that_triton_kernels_lack_is_refused_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_functions = pytest.importorskip("hf_neuron_moe.backends.triton.gate_functions")
+    monkeypatch.setattr(gate_functions, "ACTIVATIONS", ("gelu",))
+    model = tiny_model("mixtral").bfloat16()
+    register_experts_implementation({"backend": "triton"}, NAME)
+    model.set_experts_implementation(NAME)
+    with refused(ConfigError, "backend", "its activation is silu, and the Triton kernels have gelu"):
+        model(tokens())
+
+
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
 def test_names_of_others_are_not_taken(name: str) -> None:
     before = ALL_EXPERTS_FUNCTIONS.get(name)

@@ -22,8 +22,9 @@ calls: Counter[str] = Counter()
 class ToyBackend:
     """Implements :class:`hf_neuron_moe.backends.base.Backend`."""
 
+    fixed_rows = False
     traceable = False
-    universal = False
+    universal = trains_quantized = False
     default_layout = "stock"
 
     def __init__(self, name: str) -> None:

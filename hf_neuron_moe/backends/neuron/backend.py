@@ -43,11 +43,11 @@ class NeuronBackend(Backend):
     """
 
     traceable = True
-    universal = False
+    universal = trains_quantized = False
     default_layout = "kernel"
 
     def __init__(self, name: str = "neuron") -> None:
-        self.name = name
+        self.name, self.fixed_rows = name, name != SIMULATOR
         toolchain = versions.toolchain(simulator=name == SIMULATOR)
         self.adapter, self.device, self._torch = Adapter(), limits.this_device(), TorchBackend()
         self._launch = Launcher(toolchain, self.device.lnc)

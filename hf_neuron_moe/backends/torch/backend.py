@@ -60,8 +60,9 @@ class TorchBackend:
     def __init__(self, name: str = "torch") -> None:
         self.name = name
 
+    fixed_rows = False
     traceable = False
-    universal = True
+    universal = trains_quantized = True
     default_layout = "stock"
 
     @classmethod

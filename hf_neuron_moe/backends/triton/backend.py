@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.spec import BlockShape
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.backends.torch.device_backward import DeviceBackward, of_a_product
 from hf_neuron_moe.backends.torch.experts import ExpertStack, GroupedWeights, Rows
@@ -196,6 +196,7 @@ class TritonBackward(DeviceBackward):
 class TritonBackend(TorchBackend):
     """Implements :class:`hf_neuron_moe.backends.base.Backend` on CUDA devices. No GPU has run it."""
 
+    universal = False
     at_once_backward = TritonBackward
 
     @classmethod
@@ -214,6 +215,15 @@ class TritonBackend(TorchBackend):
             return None
         fix = f"{_OTHERWISE} TRITON_INTERPRET=1, set before Python starts, runs small blocks in Triton's interpreter."
         return BackendUnavailableError.about("backend", expected, "'triton' without a CUDA device", fix)
+
+    def support(
+        self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
+    ) -> Support:
+        from hf_neuron_moe.backends.triton.gate_functions import ACTIVATIONS
+
+        if shape.experts is None or spec.precision == "fp32" or spec.gate.act in ACTIVATIONS:
+            return Support()
+        return Support(f"its activation is {spec.gate.act}, and the Triton kernels have {', '.join(ACTIVATIONS)}")
 
     def describe_products(self, precision: str, device: torch.device, shape: BlockShape | None = None) -> str:
         if shape is None or shape.experts is None or precision == "fp32":

@@ -10,6 +10,9 @@ import triton.language as tl
 
 from hf_neuron_moe.backends.triton import device_functions as dev
 
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_tanh", "squared_relu")
+"""Those that :func:`activation` has; ``silu`` is ``swish`` with alpha 1."""
+
 GROUP = tl.constexpr(64)  # columns that share a scale
 
 
