@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends import resolve_backend, trains_quantized
 from hf_neuron_moe.errors import NeuronMoEError, nearest
 from hf_neuron_moe.finetune.early_checks import check_quantized, check_quantized_backend
 from hf_neuron_moe.finetune.train_options import LoraOptions, ModelOptions, bad, one_line
@@ -106,7 +106,11 @@ def describe_unpatched(model: nn.Module) -> str:
     )
     if not backends:
         return "nothing patched: neuron_patch is off"
-    kernels = "" if backends == ["torch"] else "; its kernels compute inference where they can, PyTorch all training"
+    kernels = (
+        ""
+        if all(map(trains_quantized, backends))
+        else "; its kernels compute inference where they can, PyTorch all training"
+    )
     return f"nothing patched: the base is frozen MX, backend {', '.join(backends)}{kernels}"
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
+from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import Backend
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.config import NeuronMoEConfig
@@ -101,9 +102,8 @@ def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig,
     E, H, I = form.local_sizes(module)  # noqa: E741
     rows, beside = None, 0.0
     if form.call == BY_EXPERT:
-        # On other devices than CPUs and GPUs every token is a row of every expert; there the chosen rows are looked up.
-        rows = E if config.backend == "neuron" else top_k
-        beside = 0.0 if config.backend == "neuron" else torch.int64.itemsize
+        # With fixed rows every token is a row of every expert; otherwise the chosen rows are looked up.
+        rows, beside = (E, 0.0) if get_backend(config.backend).fixed_rows else (top_k, torch.int64.itemsize)
     elif form.post_norm is not None:
         dtype = parameter_of(module, form.down).dtype
         norm, rows = copy.deepcopy(getattr(module, form.post_norm)).to("meta"), top_k

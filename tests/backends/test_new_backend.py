@@ -56,6 +56,18 @@ def test_what_it_does_not_support_is_an_error_or_left_to_pytorch() -> None:
     assert toy.calls["experts_backward"] and not toy.calls["mlp_backward"]
 
 
+def test_fixed_rows_are_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 gives each of 4 experts every token, and the other backends look up the 8 bytes of a chosen row."""
+    saved = []
+    for fixed in (False, True):
+        monkeypatch.setattr(toy.ToyBackend, "fixed_rows", fixed)
+        model = tiny_model("llama4", num_experts_per_tok=2).bfloat16()
+        report = patch_model(model, NeuronMoEConfig(backend="toy", fallback="torch"))
+        saved.append(next(entry.saved_bytes_per_token for entry in report.patched if entry.kind == "experts"))
+    chosen, every = saved
+    assert chosen is not None and every == 4 * (chosen / 2 - 8)
+
+
 def test_without_the_row_the_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(config.BACKENDS, "toy")
     with refused(ConfigError, "backend", "Choose one of these"):
