@@ -38,7 +38,7 @@ class Keep:
 
     names: frozenset[str] = frozenset()  # which checkpoints are kept
     fp8: bool = False  # gate_pre, up and the input are kept in FP8 groups instead of the compute dtype
-    whole_up: bool = True  # all columns of up are kept, not only the first `kept_up_columns`
+    whole_up: bool = True  # all columns of up are kept, not only the first `saved_up_columns`
     text: str = ""  # the string itself
 
     @property
@@ -78,7 +78,7 @@ def parse_keep(keep: str) -> Keep:
     return replace(PRESETS.get(keep) or Keep(names), text=keep)
 
 
-def kept_up_columns(intermediate: int) -> int:
+def saved_up_columns(intermediate: int) -> int:
     """Return the columns of up that ``"minimal"`` keeps: seven eighths of them, all of less than 512.
 
     One eighth recomputed costs 1/72 of a step's multiplications and brings the kept bytes of a Mixtral-shaped block
@@ -111,11 +111,11 @@ class ActivationPolicy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _checked_keep(self.keep))
         if self.storage not in STORAGES:
-            raise _refuse("storage", f"one of {', '.join(STORAGES)}", self.storage, nearest_of=STORAGES)
+            raise _bad_value("storage", f"one of {', '.join(STORAGES)}", self.storage, nearest_of=STORAGES)
         if self.storage == "fp8" and self.keep != BF16_CHECKPOINTS:
             expected = "'compute' unless exactly gate_pre and up are kept: they are what COAT's backward reads in FP8"
             fix = "Use keep=('gate_pre', 'up') with storage='fp8', which is the preset 'fp8'."
-            raise _refuse("storage", expected, f"'fp8' with keep={self.keep!r}", fix)
+            raise _bad_value("storage", expected, f"'fp8' with keep={self.keep!r}", fix)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
 
     @property
@@ -161,12 +161,12 @@ class ActivationBudget:
             value = getattr(self, name)
             kinds = (int,) if name == "tokens" else (int, float)
             if type(value) not in kinds or not 0 < value < float("inf"):
-                raise _refuse(name, f"a positive {'int' if name == 'tokens' else 'number'}", value)
+                raise _bad_value(name, f"a positive {'int' if name == 'tokens' else 'number'}", value)
         if not isinstance(self.allow_fp8, bool):
-            raise _refuse("allow_fp8", "a bool", self.allow_fp8)
+            raise _bad_value("allow_fp8", "a bool", self.allow_fp8)
         if given not in (["bytes_per_token"], ["total_bytes", "tokens"]):
             expected = "either bytes_per_token, or total_bytes and tokens"
-            raise _refuse("budget", expected, ", ".join(given) or "neither")
+            raise _bad_value("budget", expected, ", ".join(given) or "neither")
 
     @property
     def limit(self) -> float:
@@ -209,7 +209,7 @@ def as_activations(value: Any) -> Activations:
         is_budget = any(f.name in options for f in fields(ActivationBudget))
         return ActivationBudget(**options) if is_budget else ActivationPolicy(**options)
     if not isinstance(value, str):
-        raise _refuse("activations", _FORMS, value, nearest_of=PRESETS)
+        raise _bad_value("activations", _FORMS, value, nearest_of=PRESETS)
     if value in PRESETS:
         return value
     budget = _BUDGET.fullmatch(value)
@@ -220,7 +220,9 @@ def as_activations(value: Any) -> Activations:
         return ActivationBudget(bytes_per_token=size, allow_fp8=fp8)
     if value and set(value.split("+")) <= set(CHECKPOINTS):
         return ActivationPolicy(keep=tuple(value.split("+")))
-    raise _refuse("activations", _FORMS, value, nearest_of=(*PRESETS, *CHECKPOINTS, "48KiB/token", "2GiB/8192tokens"))
+    raise _bad_value(
+        "activations", _FORMS, value, nearest_of=(*PRESETS, *CHECKPOINTS, "48KiB/token", "2GiB/8192tokens")
+    )
 
 
 def activations_from_text(text: str, argument: str) -> Any:
@@ -235,7 +237,7 @@ def mapping_from_text(text: str, argument: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise _refuse(argument, expected, f"{text!r} ({error})") from error
+        raise _bad_value(argument, expected, f"{text!r} ({error})") from error
 
 
 _FORMS = (
@@ -259,7 +261,7 @@ def check_for_precision(activations: Activations, precision: str) -> None:
             expected = f"made of checkpoints that the {precision} kernels have ({', '.join(BF16_CHECKPOINTS)})"
             got = f"{' and '.join(absent)}, which only the mxfp8 kernels write"
             fix = "They cost an elementwise pass over gate_pre and up in the backward: leave them out."
-            raise _refuse("activations", expected, got, fix)
+            raise _bad_value("activations", expected, got, fix)
 
 
 @functools.cache
@@ -268,7 +270,7 @@ def canonical_keep(activations: Activations, precision: str) -> str:
     """Return the string that operators and backends take for one block's policy; `precision` decides on "full"."""
     policy = as_activations(activations)
     if not _is_of_one_block(policy):
-        raise _refuse("activations", "one block's policy", str(policy), "patch_model resolves the others.")
+        raise _bad_value("activations", "one block's policy", str(policy), "patch_model resolves the others.")
     check_for_precision(policy, precision)
     name = _name(policy)
     return _preset_keep(name, precision) if name in PRESETS else name
@@ -311,24 +313,24 @@ def _checked_keep(keep: Any) -> str | tuple[str, ...]:
         return keep
     if isinstance(keep, str) or not isinstance(keep, list | tuple | set | frozenset):
         expected = f"a preset ({', '.join(PRESETS)}) or a list of checkpoints ({', '.join(CHECKPOINTS)})"
-        raise _refuse("keep", expected, keep, nearest_of=PRESETS)
+        raise _bad_value("keep", expected, keep, nearest_of=PRESETS)
     for name in keep:
         if name not in CHECKPOINTS:
-            raise _refuse("keep", f"made of {', '.join(CHECKPOINTS)}", name, nearest_of=CHECKPOINTS)
+            raise _bad_value("keep", f"made of {', '.join(CHECKPOINTS)}", name, nearest_of=CHECKPOINTS)
     return tuple(name for name in CHECKPOINTS if name in keep)
 
 
 def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
     pairs = modules.items() if isinstance(modules, Mapping) else modules
     if isinstance(modules, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise _refuse("modules", "a mapping from globs over module names to presets or policies", modules)
+        raise _bad_value("modules", "a mapping from globs over module names to presets or policies", modules)
     checked: list[tuple[str, BlockActivations]] = []
     for glob, value in pairs:
         if not isinstance(glob, str):
-            raise _refuse("modules", "a mapping whose keys are globs over module names", glob)
+            raise _bad_value("modules", "a mapping whose keys are globs over module names", glob)
         policy = as_activations(value)
         if not _is_of_one_block(policy):
-            raise _refuse(f"modules[{glob!r}]", "a preset or a policy without exceptions of its own", value)
+            raise _bad_value(f"modules[{glob!r}]", "a preset or a policy without exceptions of its own", value)
         checked.append((glob, policy))
     return tuple(sorted(checked, key=lambda pair: pair[0]))
 
@@ -342,7 +344,7 @@ def check_option_names(kind: type, options: Mapping[str, Any], fix: str) -> None
             raise ConfigError.about("option name", f"one of {', '.join(known)}", repr(key), fix + hint)
 
 
-def _refuse(
+def _bad_value(
     argument: str, expected: str, got: object, fix: str = _HELP, *, nearest_of: Iterable[str] = ()
 ) -> ConfigError:
     near = list(nearest_of)

@@ -183,12 +183,12 @@ def _original_model(model_dir: Path) -> PreTrainedModel:
 
 def _kept_by_policies(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> dict[str, dict[str, str]] | None:
     """By policy what each block keeps; None if no policy can be had, for which the memory's estimate says why."""
-    from hf_neuron_moe.device.roofline import kept_by_blocks
+    from hf_neuron_moe.device.roofline import saved_by_blocks
 
     kept: dict[str, dict[str, str]] = {}
     for name, config in configs.items():
         with suppress(ConfigError, NothingToPatchError):
-            kept[name] = kept_by_blocks(model, config)
+            kept[name] = saved_by_blocks(model, config)
     return kept or None
 
 

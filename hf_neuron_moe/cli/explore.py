@@ -75,8 +75,8 @@ def explore(
             raise
     if plan is not None:
         plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
-        if result.frozen_plan is not None:
-            plan.with_stem(f"{plan.stem}-convert").write_text(as_yaml(result.frozen_plan, result.model), "utf-8")
+        if result.convert_plan is not None:
+            plan.with_stem(f"{plan.stem}-convert").write_text(as_yaml(result.convert_plan, result.model), "utf-8")
     if output is not None:
         from hf_neuron_moe.explore.explore_page import write_explore_page
 
@@ -145,8 +145,8 @@ def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
             f"{1e3 * total.seconds:.3g} ms per step, weights {in_words(total.bytes)}"
         )
     line(f"  precision by block: {plan.recipe}")
-    if result.frozen_plan is not None:
-        line(f"  for convert --recipe, least bytes: {result.frozen_plan.recipe}")
+    if result.convert_plan is not None:
+        line(f"  for convert --recipe, least bytes: {result.convert_plan.recipe}")
     for row in (row for row in next(iter(result.ranking.values()))[:3]):
         line(f"  {row.block}: {row.reason.remedy}")
 

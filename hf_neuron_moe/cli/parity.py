@@ -149,7 +149,7 @@ def _difference(paired: Mapping[str, Any]) -> str:
 def _verdict(name: str, paired: Mapping[str, Any]) -> str:
     """What the difference of the evaluation loss says about a recipe."""
     gap, band = paired["difference_percent"], paired["band_percent"]
-    told = f"{name}: evaluation loss {_difference(paired)} to stock's"
+    found = f"{name}: evaluation loss {_difference(paired)} to stock's"
     if band is None:
-        return f"{told} by one seed, which says nothing about chance"
-    return f"{told}: {'within chance' if abs(gap) <= band else 'worse' if gap > 0 else 'better'}"
+        return f"{found} by one seed, which says nothing about chance"
+    return f"{found}: {'within chance' if abs(gap) <= band else 'worse' if gap > 0 else 'better'}"

@@ -14,7 +14,7 @@ from hf_neuron_moe.precision_map import precisions_in
 if TYPE_CHECKING:
     from hf_neuron_moe.device.roofline import GroupFloor, Roofline
 
-HOME = "kernel"  # The home of the weights that ``"auto"`` takes where Neuron kernels compute
+LAYOUT = "kernel"  # The weight layout that ``"auto"`` takes where Neuron kernels compute
 _IN_PLACE = 'With fallback="torch" PyTorch computes them, padded to multiples of 128 (tokens too)'
 _HEADINGS = ("activations", "TFLOP", "again", "padding", "GiB", "compute", "memory", "least", "best B")
 
@@ -41,8 +41,8 @@ def _lines(floor: Roofline) -> Iterator[str]:
     yield from _left_out(floor)
     if floor.memory and floor.copies:
         yield "\nWeight copies in the form that the kernels read, kept until the optimizer's step:"
-        for home, (total, largest) in floor.copies.items():
-            yield f"  weights={home:<8}{gibibytes(total):>12} of all blocks, {gibibytes(largest)} of the largest"
+        for layout, (total, largest) in floor.copies.items():
+            yield f"  weights={layout:<8}{gibibytes(total):>12} of all blocks, {gibibytes(largest)} of the largest"
         yield "  Under FSDP2 (weights=stock) none are kept, and the largest block's exist at a time."
     if floor.memory:
         yield from _memory(floor)
@@ -85,7 +85,7 @@ def _left_out(floor: Roofline) -> Iterator[str]:
 
 def _memory(floor: Roofline) -> Iterator[str]:
     limit, too_large = f"{gibibytes(floor.core.memory)} of a logical core of {floor.core.name}", floor.too_large()
-    copies = f"with the copies of weights={HOME}"
+    copies = f"with the copies of weights={LAYOUT}"
     if not too_large:
         counted = f"{copies}, before temporaries" if floor.copies else "before temporaries"
         yield f"\nMemory: every total above, {counted}, fits into the {limit}."

@@ -40,7 +40,7 @@ SAVED = {
 """What the bars of saved bytes show: the parameters' dtype, and how the block is patched."""
 _CHUNK = 4  # windows of one forward pass
 
-Told = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 """Called with the steps done and all of them."""
 
 
@@ -100,7 +100,7 @@ class Text:
     held_NL: Tensor
 
 
-def compare(subject: Subject, folder: Path, told: Told, say: Callable[[str], None]) -> Comparison:
+def compare(subject: Subject, folder: Path, progress: Progress, say: Callable[[str], None]) -> Comparison:
     """Train `subject` in every way of :data:`VARIANTS` on the same batches; run files go to `folder`."""
     setting = subject.setting
     held_out = held_out_windows(subject.encode, HELD_OUT_LENGTH)
@@ -111,7 +111,7 @@ def compare(subject: Subject, folder: Path, told: Told, say: Callable[[str], Non
     for number, name in enumerate(VARIANTS):
         model = None  # type: ignore[assignment] # free before the next one is made
         gc.collect()  # Trainer, optimizer and model refer to each other in circles
-        advance = partial(_advance, told, number * setting.steps, len(VARIANTS) * setting.steps)
+        advance = partial(_advance, progress, number * setting.steps, len(VARIANTS) * setting.steps)
         model, run, before_NL, after_NL = _trained(name, subject, text, folder, advance)
         found.runs.append(run)
         say(f"{name}: held-out loss {run.curve[0][1]:.3f} -> {run.loss:.3f}")
@@ -123,12 +123,12 @@ def compare(subject: Subject, folder: Path, told: Told, say: Callable[[str], Non
     return found
 
 
-def _advance(told: Told, before: int, total: int, done: int) -> None:
-    told(before + done, total)
+def _advance(progress: Progress, before: int, total: int, done: int) -> None:
+    progress(before + done, total)
 
 
 def _trained(
-    name: str, subject: Subject, text: Text, folder: Path, told: Callable[[int], None]
+    name: str, subject: Subject, text: Text, folder: Path, progress: Callable[[int], None]
 ) -> tuple[MixtralForCausalLM, Trained, Tensor, Tensor]:
     """Train a copy of the model; return it, what was measured, and the losses of all tokens before and after."""
     model, config, setting = copy.deepcopy(subject.model), VARIANTS[name], subject.setting
@@ -143,7 +143,7 @@ def _trained(
         done += 1
         if done % subject.every == 0 or done == setting.steps:
             run.curve.append((done, float(token_losses(model, text.held_NL).mean())))
-        told(done)
+        progress(done)
 
     files = Run(folder / name.replace(" ", "-"), 0, after_step)
     # Its own evaluation is of one window only: the losses are measured here, at every point of the curve.

@@ -82,8 +82,8 @@ def _where(found: Comparison) -> Section:
         (str(word.year), f"... {word.context}", word.token, f"{word.before:.2f}", f"{word.after:.2f}")
         for word in found.words
     ]
-    told = "From each held-out speech the token whose loss (in nats) fell most in the mxfp8 run."
-    return Section("Where it learned", [drawn, told, Table(("speech", "after", "expects", "before", "now"), words)])
+    caption = "From each held-out speech the token whose loss (in nats) fell most in the mxfp8 run."
+    return Section("Where it learned", [drawn, caption, Table(("speech", "after", "expects", "before", "now"), words)])
 
 
 def _checkpoint(found: Comparison) -> str:

@@ -187,7 +187,7 @@ class TorchBlock(Block):
         return padded_size(self.hidden), padded_size(self.inner)
 
 
-def kept_by_blocks(model: nn.Module, config: NeuronMoEConfig) -> dict[str, str]:
+def saved_by_blocks(model: nn.Module, config: NeuronMoEConfig) -> dict[str, str]:
     """Return each block's canonical keep string, budgets and exceptions resolved; `model` is unpatched afterwards."""
     patch_model(model, config, strict=False)
     try:
@@ -214,7 +214,7 @@ def roofline(
     """Estimate the least time of forward and backward of a model's blocks on one logical core.
 
     `groups` are those of :func:`~hf_neuron_moe.device.kernel_support.block_groups`, `chip` is ``"trn2"`` or ``"trn3"``.
-    `kept` has by policy what :func:`kept_by_blocks` returns; without it every block keeps gate and up. `own` is what
+    `kept` has by policy what :func:`saved_by_blocks` returns; without it every block keeps gate and up. `own` is what
     :func:`precisions_by_blocks` returns; without it, a map of precisions is matched with the blocks' first names.
     """
     core = CHIPS[chip].core(DOCUMENTED_LNC)

@@ -25,7 +25,7 @@ def advise(measures: Measures, costs: Mapping[str, Mapping[str, Cost]], device: 
         f"{1e3 * bf16:.3g} ms in bf16: at best {gain:.2f} times as fast (estimate from published figures)."
     ]
     if gain < 1.1:
-        lines.append("MXFP8 does not pay here: " + _why_not(chip.flops))
+        lines.append("MXFP8 does not pay here: " + _no_gain_reason(chip.flops))
     else:
         lines.append(
             "Public measurements of MXFP8 training range from 0.75 to 1.8 times bf16's speed: quantizing reads every "
@@ -35,7 +35,7 @@ def advise(measures: Measures, costs: Mapping[str, Mapping[str, Cost]], device: 
     return lines
 
 
-def _why_not(flops: Mapping[str, float]) -> str:
+def _no_gain_reason(flops: Mapping[str, float]) -> str:
     if flops["mxfp8"] <= flops["bf16"]:
         return "this device multiplies MXFP8 values as bf16."
     return "the blocks' memory traffic, which MXFP8 does not shrink, takes longer than their products."

@@ -37,7 +37,7 @@ class Exploration:
     measures: Measures
     ranking: dict[str, list[Ranked]]  # by format that blocks can have
     plan: Plan  # of training: bf16 and mxfp8
-    frozen_plan: Plan | None  # of a conversion, mxfp4 too; None where that was not measured
+    convert_plan: Plan | None  # of a conversion, mxfp4 too; None where that was not measured
     advice: list[str]
     measured: dict[str, float] = field(default_factory=dict)  # loss of uniform maps and of the plan, nats per token
     measured_errors: dict[str, float] = field(default_factory=dict)  # standard errors of their changes over rows
@@ -54,7 +54,7 @@ class Exploration:
     @property
     def uniform(self) -> Mapping[str, Total]:
         """What one precision for all blocks comes to."""
-        return (self.frozen_plan or self.plan).uniform
+        return (self.convert_plan or self.plan).uniform
 
     @property
     def correlation(self) -> float:
@@ -84,7 +84,7 @@ class Exploration:
                 "estimate": "times and bytes are estimates from published figures; nothing ran on a device",
                 **self.plan.total.to_dict(self.loss),
             },
-            "convert_plan": self.frozen_plan.recipe if self.frozen_plan is not None else None,
+            "convert_plan": self.convert_plan.recipe if self.convert_plan is not None else None,
             "uniform": {kind: total.to_dict(self.loss) for kind, total in self.uniform.items()},
             "measured_losses": self.measured,
             "measured_errors": self.measured_errors,

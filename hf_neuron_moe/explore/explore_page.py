@@ -52,8 +52,8 @@ def _plan(result: Exploration) -> Section:
         Table(columns, rows),
         recipe,
     ]
-    if result.frozen_plan is not None:
-        recipe = Table(["blocks", "precision"], list(result.frozen_plan.recipe.items()))
+    if result.convert_plan is not None:
+        recipe = Table(["blocks", "precision"], list(result.convert_plan.recipe.items()))
         parts += ["For a conversion, which stores frozen weights in MXFP4 too, at the least bytes:", recipe]
     parts += result.advice
     parts += [*result.folds, *result.not_folded]

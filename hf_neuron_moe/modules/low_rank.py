@@ -146,8 +146,8 @@ class _LowRankMLP(torch.autograd.Function):
         ctx.scalings, ctx.call = scalings, call
         weights = _effective_weights(_layers(tensors[3:], scalings), x_SH)
         y_SH, *saved = ops.mlp_fwd(x_SH, *weights, *tensors[:3], call)
-        kept_SH = x_SH if BlockCall.decode(call).keep.keeps_input else x_SH.new_empty(0)
-        ctx.save_for_backward(kept_SH, *tensors, *saved)
+        saved_SH = x_SH if BlockCall.decode(call).keep.keeps_input else x_SH.new_empty(0)
+        ctx.save_for_backward(saved_SH, *tensors, *saved)
         return y_SH
 
     @staticmethod

@@ -322,8 +322,8 @@ def set_derivative(
         x, *tensors, ctx.call = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # no zeros in the place of gradients that nobody computes
-        kept_x = x if keeps_input(BlockCall.decode(ctx.call).keep) else x.new_empty(0)
-        ctx.save_for_backward(kept_x, *tensors, *output[1:])
+        saved_x = x if keeps_input(BlockCall.decode(ctx.call).keep) else x.new_empty(0)
+        ctx.save_for_backward(saved_x, *tensors, *output[1:])
 
     def differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
+from hf_neuron_moe.activation_policy import parse_keep, saved_up_columns
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
@@ -104,7 +104,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:
     """Return the operations per token that the backward spends on recomputing; a multiply-add counts as two."""
     kept, inner = parse_keep(keep), shape.intermediate
-    up = inner if kept.whole_up or shape.quantized else kept_up_columns(inner)
+    up = inner if kept.whole_up or shape.quantized else saved_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)
     if not shape.gate.gated:  # up is kept whole, the activation never
         columns = 0 if "up" in kept.names else inner

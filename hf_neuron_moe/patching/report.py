@@ -150,7 +150,7 @@ def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
     return PatchReport(next(iter(parts.values())).config, entries, tuple(parts.items()))
 
 
-_TOKENS = 4096  # of the call for which the text says what is kept in all
+_TOKENS = 4096  # of the call for which the text says what is saved in all
 
 _COLUMNS: dict[str, Callable[[PatchEntry], object]] = {
     "module": lambda entry: " = ".join((entry.name, *entry.aliases)),
@@ -243,7 +243,7 @@ def _ungated(report: PatchReport) -> list[PatchEntry]:
 
 
 def _saved_remarks(report: PatchReport) -> Iterator[str]:
-    """What is kept for backward, by groups of equal blocks."""
+    """What is saved for the backward, by groups of equal blocks."""
     groups = Counter(
         (entry.kind, entry.activations, entry.saved_bytes_per_token)
         for entry in report.patched

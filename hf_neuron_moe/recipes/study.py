@@ -82,15 +82,15 @@ class RecipeStudy:
         self.missing = [run for run in self.runs if self._result(*run) is None]
 
     @public("parity")
-    def do(self, variant: str, seed: int, told: Callable[[], None]) -> None:
-        """Train one run, and write its result; `told` is called after every step."""
+    def do(self, variant: str, seed: int, stepped: Callable[[], None]) -> None:
+        """Train one run, and write its result; `stepped` is called after every step."""
         config, path = self.variants[variant], self._path(variant, seed)
         gc.collect()  # the run before is full of circles, which hold its model and optimizer
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
         check_finite(model)
         if config is not None:
             patch_model(model, config)
-        measured = trained(model, self.blocks, self.rows, self.setting, Run(path.with_suffix(""), seed, told))
+        measured = trained(model, self.blocks, self.rows, self.setting, Run(path.with_suffix(""), seed, stepped))
         store(path, {"settings": self._settings(variant, seed), **measured})
 
     def finish(self) -> dict[str, Any]:

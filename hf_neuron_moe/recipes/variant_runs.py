@@ -64,7 +64,7 @@ class Run:
 
     folder: Path
     seed: int
-    told: Callable[[], None]
+    stepped: Callable[[], None]
 
 
 def batches(rows_NL: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
@@ -123,7 +123,7 @@ class Observed(NeuronMoETrainer):
         # With batches of one size the mean per batch is the mean per token; so is the evaluation's.
         self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)
-        self.add_callback(_Clock(self.seconds, run.told))
+        self.add_callback(_Clock(self.seconds, run.stepped))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -146,8 +146,8 @@ class Observed(NeuronMoETrainer):
 class _Clock(TrainerCallback):
     """Notes how long each step takes."""
 
-    def __init__(self, seconds: list[float], told: Callable[[], None]) -> None:
-        self.seconds, self.told, self.begin = seconds, told, 0.0
+    def __init__(self, seconds: list[float], stepped: Callable[[], None]) -> None:
+        self.seconds, self.stepped, self.begin = seconds, stepped, 0.0
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -156,7 +156,7 @@ class _Clock(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seconds.append(time.perf_counter() - self.begin)
-        self.told()
+        self.stepped()
 
 
 def trained(

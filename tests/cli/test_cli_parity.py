@@ -68,7 +68,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def parity(run: Run, mixtral: Path, text: Path, tmp_path: Path) -> Run:
-    """Return a function that runs the command on the tiny model, with two seeds, unless it is told otherwise."""
+    """Return a function that runs the command on the tiny model, with two seeds, unless it gets other ones."""
 
     def call(*options: object, model: Path = mixtral, source: Path = text) -> Any:
         return run("parity", model, source, *SIZES, "--seeds", 2, "-o", tmp_path / "out", *options)
@@ -143,9 +143,9 @@ def test_ended_runs_are_not_repeated_and_more_seeds_join(
     begun: list[tuple[str, int]] = []
     original = recipe_study.RecipeStudy.do
 
-    def noted(self: Any, variant: str, seed: int, told: Callable[[], None]) -> None:
+    def noted(self: Any, variant: str, seed: int, stepped: Callable[[], None]) -> None:
         begun.append((variant, seed))
-        original(self, variant, seed, told)
+        original(self, variant, seed, stepped)
 
     monkeypatch.setattr(recipe_study.RecipeStudy, "do", noted)
     shown = parity("--recipe", "bf16", "--seeds", 1)

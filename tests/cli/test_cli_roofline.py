@@ -18,7 +18,7 @@ from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.device_verification import load_for_verification
 from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
-from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, precisions_by_blocks, roofline
+from hf_neuron_moe.device.roofline import Roofline, Step, precisions_by_blocks, roofline, saved_by_blocks
 from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, Floor
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
@@ -172,7 +172,7 @@ def test_policies_are_resolved_block_by_block():
         model = tiny_model("llama", num_hidden_layers=3)
     exception = {"keep": "minimal", "modules": {"model.layers.1.*": "recompute"}}
     configs = {name: NeuronMoEConfig(activations=value) for name, value in {"full": "full", "mixed": exception}.items()}
-    kept = {name: kept_by_blocks(model, config) for name, config in configs.items()}
+    kept = {name: saved_by_blocks(model, config) for name, config in configs.items()}
     assert list(kept["mixed"].values()) == ["minimal", "recompute", "minimal"]
     line = roofline(block_groups(model), "trn3", "mxfp8", Step(256), kept)
     counts = {part.keep: dict(part.policies) for part in line.groups}
@@ -189,7 +189,7 @@ def test_blocks_of_several_precisions_are_counted_by_their_own():
     config = NeuronMoEConfig(precision={"*": "bf16", "model.layers.2.*": "mxfp8"})
     own = precisions_by_blocks(model, config)
     assert own == {"model.layers.0.mlp": "bf16", "model.layers.1.mlp": "mxfp8"}
-    groups, step, kept = block_groups(model), Step(512), {"policy": kept_by_blocks(model, config)}
+    groups, step, kept = block_groups(model), Step(512), {"policy": saved_by_blocks(model, config)}
     line = roofline(groups, "trn3", config.precision, step, kept, own)
     assert {part.precision: part.group.names for part in line.groups} == {
         "mxfp8": ("model.layers.1.mlp",),

@@ -236,13 +236,13 @@ def test_a_plan_names_single_products_that_convert_stores(tmp_path):
     folder = checkpoint(tmp_path / "mixtral", "mixtral")
     options = replace(SMALL, formats=("mxfp8", "mxfp4"), device="b200")
     result = explore(folder, TEXT, options)
-    assert result.frozen_plan is not None and set(result.uniform) == {"bf16", "mxfp8", "mxfp4"}
+    assert result.convert_plan is not None and set(result.uniform) == {"bf16", "mxfp8", "mxfp4"}
     blocks = result.measures.blocks
     costs = costs_of(blocks, result.measures.tokens, "b200", 8192, ("bf16", "mxfp8", "mxfp4", *MXFP4_PRODUCTS))
     first, second = blocks
     total = total_of(result.measures, costs, {first: "mxfp4", second: "mxfp4 gate_up"})
     limit = f"{total.loss_change * (1 + 1e-3):.9g}"
-    found = running._judged(folder, TEXT, replace(options, budget=limit), result.measures).frozen_plan
+    found = running._judged(folder, TEXT, replace(options, budget=limit), result.measures).convert_plan
     assert found.total.bytes <= total.bytes and set(found.precisions.values()) & set(MXFP4_PRODUCTS)
     (tmp_path / "plan.yaml").write_text(as_yaml(found, "m"))
     recipe = read_recipe(tmp_path / "plan.yaml")
@@ -254,7 +254,7 @@ def test_a_plan_names_single_products_that_convert_stores(tmp_path):
             own = form if product in ("", name) else "mxfp8"
             layouts = {tensor.layout for tensor in manifest.tensors if tensor.weight == f"{block}.{name}_proj"}
             assert layouts == {f"{own}_moe_words", f"{own}_moe_scales"}
-    on_trn3 = running._judged(folder, TEXT, replace(options, budget=limit, device="trn3"), result.measures).frozen_plan
+    on_trn3 = running._judged(folder, TEXT, replace(options, budget=limit, device="trn3"), result.measures).convert_plan
     assert not any(name.endswith("_proj") for name in on_trn3.recipe)  # whose kernels take one format
 
 

@@ -21,23 +21,23 @@ from tests.formats import (
     test_swizzle,
 )
 from tests.kernels import (
-    test_blockwise_refusals,
-    test_mlp_refusals,
-    test_mlp_refusals_2_30,
-    test_mlp_step_refusals,
-    test_moe_cte_refusals,
-    test_refusals,
+    test_blockwise_errors,
+    test_errors,
+    test_mlp_errors,
+    test_mlp_errors_2_30,
+    test_mlp_step_errors,
+    test_moe_cte_errors,
 )
 from tests.patching import test_policies
 from tests.refusals import RAISED, numbered
 
 SUITES = (
-    test_blockwise_refusals,
-    test_mlp_refusals,
-    test_mlp_refusals_2_30,
-    test_mlp_step_refusals,
-    test_moe_cte_refusals,
-    test_refusals,
+    test_blockwise_errors,
+    test_mlp_errors,
+    test_mlp_errors_2_30,
+    test_mlp_step_errors,
+    test_moe_cte_errors,
+    test_errors,
 )
 
 TESTS: tuple[Callable[..., None], ...] = (

@@ -66,7 +66,7 @@ class DenseKernels(Kernels):
         }
 
     def forward(self, x_SH: Tensor, weights: FFNWeights, block: Block, keep: Keep) -> tuple[Tensor, Saved]:
-        """Return ``y [S, H]`` and what is kept: checkpoints ``[S, I]``, padded as the kernels have them."""
+        """Return ``y [S, H]`` and what is saved: checkpoints ``[S, I]``, padded as the kernels have them."""
         tokens = x_SH.shape[0]
         if not tokens:
             return torch.zeros_like(x_SH), fake_saved(x_SH, 0, block, keep)
@@ -146,7 +146,7 @@ class DenseKernels(Kernels):
 def _with_products(checkpoints: Checkpoints, names: frozenset[str]) -> Checkpoints:
     """Add the gate's activation and the intermediate where `names` has them, as the backward kernel would make them.
 
-    The forward kernel would save them rounded from its fp32 sums; then gradients would depend on what is kept.
+    The forward kernel would save them rounded from its fp32 sums; then gradients would depend on what is saved.
     """
     if names.isdisjoint({"gate_act", "intermediate"} - checkpoints.keys()):
         return checkpoints

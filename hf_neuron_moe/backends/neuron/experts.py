@@ -177,7 +177,7 @@ class ExpertKernels(Kernels):
         return route(plan_NB1, routing, experts.count, sink=sink, dtype=dtype)._asdict()
 
     def forward(self, x_TH: Tensor, routing: Routing, experts: Experts, keep: Keep) -> tuple[Tensor, Saved]:
-        """Return ``y [T, H]`` and what is kept.
+        """Return ``y [T, H]`` and what is saved.
 
         That is gate and up ``[N, 2, I, B]``, for 2.29 down ``[N, B, H]``, and the block plan ``[N, B + 1]``. In FP8
         codes of gate and up, their scales with those of the input behind them, the input's codes, and the plan.

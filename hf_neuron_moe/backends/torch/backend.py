@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.activation_policy import Keep, kept_up_columns
+from hf_neuron_moe.activation_policy import Keep, saved_up_columns
 from hf_neuron_moe.backends.base import BackwardCall, ExpertsGrads, MLPGrads, Saved
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
@@ -325,7 +325,7 @@ def _storage(x: Tensor, rows: int, inner: int, keep: Keep, *, with_input: bool =
         return codes, scales, *(fp8_storage(x, (x.shape[0],), x.shape[1]) if with_input else (codes, scales))
     if not gated:  # up is all that a backward needs
         return x.new_empty(0), x.new_empty((rows, inner) if "up" in keep.names else 0), x.new_empty(0), x.new_empty(0)
-    up = inner if keep.whole_up else kept_up_columns(inner)
+    up = inner if keep.whole_up else saved_up_columns(inner)
     columns = {"gate_pre": inner, "up": up, "gate_act": inner, "intermediate": inner}
     gate, up_, act, inter = (x.new_empty((rows, size) if name in keep.names else 0) for name, size in columns.items())
     return gate, up_, act, inter
@@ -336,7 +336,7 @@ def _checkpoints(saved: Saved, keep: Keep, inner: int, gating: Gating) -> Checkp
     if gating.skip_gate:
         up = saved[1] if "up" in keep.names else None
         return Checkpoints(up=FP8Rows(saved[0][0], saved[1][0], gating.up_limits) if keep.fp8 else up)
-    up_cut = kept_up_columns(inner) if keep.backward else None
+    up_cut = saved_up_columns(inner) if keep.backward else None
     if keep.fp8:
         codes, scales = saved[0], saved[1]
         gate, up_ = gating.gate_limits, gating.up_limits

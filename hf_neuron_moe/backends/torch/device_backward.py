@@ -66,8 +66,8 @@ class DeviceBackward(GroupedBackward):
         weights, saved, loader = self.weights, self.saved, self.loader
         added = added_to_sums(weights.up_GIH, (weights.gate_bias_GI, weights.up_bias_GI), self.gating)
         pre = PreActivations(weights, batch, loader, saved, added, plain_up=self.gating.multiplies_by_up)
-        kept_up = 0 if saved.up is None else saved.up.shape[1]
-        if (saved.gate is None and not self.gating.skip_gate) or kept_up < weights.inner:
+        saved_up = 0 if saved.up is None else saved.up.shape[1]
+        if (saved.gate is None and not self.gating.skip_gate) or saved_up < weights.inner:
             x_op = tokens_operand(self.x_TH, loader, with_ones=has_ones(added, loader))
             pre.multiply(batch.take(x_op), missing_only=True)
         return pre

@@ -208,14 +208,14 @@ class _Tile:
             gate = take_tile(saved.gate, rows.part, self.part)
             if gate.dtype != torch.float32 or not gate.is_contiguous():
                 gate = scratch.get("gate_fp32", shape, torch.float32).copy_(gate)
-        kept_up = None
+        saved_up = None
         if saved.up is not None:
-            kept_up = take_tile(saved.up, rows.part, slice(columns.start, columns.start + stored))
-            if kept_up.dtype == torch.float32 and stored == columns.length:
-                return gate, kept_up
+            saved_up = take_tile(saved.up, rows.part, slice(columns.start, columns.start + stored))
+            if saved_up.dtype == torch.float32 and stored == columns.length:
+                return gate, saved_up
         up = scratch.get("up_fp32", shape, torch.float32)
-        if kept_up is not None:
-            up[:, :stored].copy_(kept_up)
+        if saved_up is not None:
+            up[:, :stored].copy_(saved_up)
         if stored < columns.length:
             assert self.again is not None and x_RH is not None
             self.again.up_into(up, x_RH)
@@ -237,8 +237,8 @@ class _Tile:
             gate,
             up,
             act,
-            kept_act=None if saved.gate_act is None else saved.gate_act[part],
-            kept_product=None if saved.intermediate is None else saved.intermediate[part],
+            saved_act=None if saved.gate_act is None else saved.gate_act[part],
+            saved_product=None if saved.intermediate is None else saved.intermediate[part],
             scale_R1=None if task.scale_R1 is None else task.scale_R1[rows.part],
             d_scale_R=None if task.grads.scale_R is None else task.grads.scale_R[rows.part],
         )

@@ -25,7 +25,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.spec import FFNWeights as FFNWeights
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul_into
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
-from hf_neuron_moe.backends.torch.saved import Kept, put_tile
+from hf_neuron_moe.backends.torch.saved import SavedRows, put_tile
 from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
 
 
@@ -33,8 +33,8 @@ from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column
 class Checkpoints:
     """Activations saved for the backward, each ``[R, I]`` or None."""
 
-    gate: Kept | None = None
-    up: Kept | None = None  # pre-activation as `gate`, perhaps only its first columns
+    gate: SavedRows | None = None
+    up: SavedRows | None = None  # pre-activation as `gate`, perhaps only its first columns
     gate_act: Tensor | None = None  # ``silu(gate)`` of the rounded gate, rounded itself (mxfp8 only)
     intermediate: Tensor | None = None  # ``gate_act * up``, likewise
     up_cut: int | None = field(default=None, kw_only=True)  # columns of up that are multiplied first; None for all
@@ -186,10 +186,10 @@ def _activate(
     """
     compute = loader.compute
     gate_RI = sums_RI[: rows.length]
-    gate_kept, up_kept = _keep(save, gate_RI, up_RI, rows, columns)
+    gate_saved, up_saved = _keep(save, gate_RI, up_RI, rows, columns)
     if not compute.mx and compute.rounded != torch.float32:
-        stored = 0 if up_kept is None else up_kept.shape[1]
-        for values, kept in ((gate_RI, gate_kept), (up_RI[:, :stored], up_kept), (up_RI[:, stored:], None)):
+        stored = 0 if up_saved is None else up_saved.shape[1]
+        for values, kept in ((gate_RI, gate_saved), (up_RI[:, :stored], up_saved), (up_RI[:, stored:], None)):
             # A checkpoint that already holds the rounded values saves a pass.
             loader.round_(values) if kept is None else values.copy_(kept)
     save_products(gate_RI, up_RI, loader, save, (rows.part, columns.part), gating)
@@ -225,8 +225,8 @@ def save_products(
     if save.gate_act is None and save.intermediate is None:
         return
     shape, scratch = tuple(gate32.shape), loader.scratch
-    gate = loader.round_(scratch.get("kept_gate", shape, torch.float32).copy_(gate32))
-    act = loader.round_(gating.activation(gate, out=scratch.get("kept_act", shape, torch.float32)))
+    gate = loader.round_(scratch.get("saved_gate", shape, torch.float32).copy_(gate32))
+    act = loader.round_(gating.activation(gate, out=scratch.get("saved_act", shape, torch.float32)))
     if save.gate_act is not None:
         save.gate_act[part].copy_(act)
     if save.intermediate is not None:

@@ -42,9 +42,9 @@ class GroupedBackward(BlockBackward):
         if self.wants_input:
             dx_RH = self.x_TH.new_empty((rows.count, self.x_TH.shape[1]), dtype=self.loader.compute.operand)
             both_G2IH = None if self._rearranged else self.weights.both(self.loader.scratch)
-        kept_up = 0 if self.saved.up is None else self.saved.up.shape[1]
+        saved_up = 0 if self.saved.up is None else self.saved.up.shape[1]
         dout_op = tokens_operand(self.dout_TH, self.loader)
-        if (self.saved.gate is None and not self.gating.skip_gate) or kept_up < inner:
+        if (self.saved.gate is None and not self.gating.skip_gate) or saved_up < inner:
             x_op = tokens_operand(self.x_TH, recompute_loader, with_ones=has_ones(added, self.loader))
         for batch in Batch.cut(rows, inner):
             pre = PreActivations(self.weights, batch, recompute_loader, self.saved, added)
@@ -128,8 +128,8 @@ class GroupedBackward(BlockBackward):
             gate,
             up,
             scratch.get("act", shape, torch.float32),
-            kept_act=None if self.saved.gate_act is None else self.saved.gate_act[part],
-            kept_product=None if self.saved.intermediate is None else self.saved.intermediate[part],
+            saved_act=None if self.saved.gate_act is None else self.saved.gate_act[part],
+            saved_product=None if self.saved.intermediate is None else self.saved.intermediate[part],
             scale_R1=batch.scale(chunk),
             d_scale_R=None if self.d_scale_R is None else self.d_scale_R[part],
         )

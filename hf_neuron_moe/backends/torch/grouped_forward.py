@@ -155,12 +155,12 @@ class PreActivations:
                 self.made["gate"], self.made["up"] = self.made.pop("both").chunk(2, dim=1)
             return
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
-        kept_up, (gate_added, up_added) = 0 if self.saved.up is None else self.saved.up.shape[1], self.added
+        saved_up, (gate_added, up_added) = 0 if self.saved.up is None else self.saved.up.shape[1], self.added
         if gate.shape[1] and not (missing_only and self.saved.gate is not None):
             self._make("gate", x_rH, gate, gate_added)
         for name, columns, is_saved in (
-            ("up", slice(0, cut), kept_up >= cut),
-            ("up_tail", slice(cut, self.weights.inner), kept_up > cut),
+            ("up", slice(0, cut), saved_up >= cut),
+            ("up_tail", slice(cut, self.weights.inner), saved_up > cut),
         ):
             if columns.start < columns.stop and not (missing_only and is_saved):
                 self._make(name, x_rH, up[:, columns], None if up_added is None else up_added[:, columns])

@@ -26,7 +26,7 @@ from hf_neuron_moe.backends.torch.experts import Rows
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
 from hf_neuron_moe.backends.torch.gating import Gating, gating_of
-from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
+from hf_neuron_moe.backends.torch.saved import FP8Rows, SavedRows
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 
 _FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
@@ -161,7 +161,7 @@ def _tile(weights: MXExpertStack, columns: slice, loader: Loader) -> FFNWeights:
 
 
 def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Checkpoints:
-    def part(kept: Kept | None) -> Kept | None:
+    def part(kept: SavedRows | None) -> SavedRows | None:
         if isinstance(kept, FP8Rows):
             return kept.columns(columns)
         return kept[:, columns] if isinstance(kept, Tensor) else None

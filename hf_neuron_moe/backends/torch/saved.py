@@ -112,7 +112,7 @@ class StoredRows(Protocol):
         """Return a tile in fp32, valid until the next call."""
 
 
-Kept = Tensor | StoredRows  # a saved activation ``[R, I]``
+SavedRows = Tensor | StoredRows  # a saved activation ``[R, I]``
 
 
 def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple
     return codes, anchor.new_empty((*leading, -(-columns // GROUP)), dtype=torch.bfloat16)
 
 
-def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
+def put_tile(kept: SavedRows, rows: slice, columns: slice, values: Tensor) -> Tensor:
     """Save a tile; return it as it was rounded."""
     if isinstance(kept, FP8Rows):
         return kept.put(rows, columns, values)
@@ -129,7 +129,7 @@ def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
     return kept[rows, columns].copy_(values)
 
 
-def take_tile(kept: Kept, rows: slice, columns: slice) -> Tensor:
+def take_tile(kept: SavedRows, rows: slice, columns: slice) -> Tensor:
     """Return a saved tile, in fp32 from another form than a matrix."""
     return kept[rows, columns] if isinstance(kept, Tensor) else kept.take(rows, columns)
 

@@ -32,22 +32,22 @@ class SwiGLUGrad(NamedTuple):
         up: Tensor,
         act: Tensor,
         *,
-        kept_act: Tensor | None = None,
-        kept_product: Tensor | None = None,
+        saved_act: Tensor | None = None,
+        saved_product: Tensor | None = None,
         scale_R1: Tensor | None = None,
         d_scale_R: Tensor | None = None,
     ) -> None:
         """Write d_gate, d_up and the scaled intermediate into `results` ``[3, R, I]``, not rounded.
 
-        `d_int`, the gradient of the intermediate ``[R, I]``, is overwritten; `act` is a buffer. `kept_act` and
-        `kept_product` are the activation and ``act * up`` where the policy saved them (mxfp8). `d_scale_R` is added to.
+        `d_int`, the gradient of the intermediate ``[R, I]``, is overwritten; `act` is a buffer. `saved_act` and
+        `saved_product` are the activation and ``act * up``, where they were saved (mxfp8). `d_scale_R` is added to.
         """
         d_gate, d_up, product = results
         gating = self.gating
         up_value = up if gating.skip_gate else gating.up_value(up)
         at_once = None if self.mx or gating.rounds_itself else gating.act_and_slope
         if at_once is None:
-            self._activate(gate, up_value, act, product, kept_act, kept_product)
+            self._activate(gate, up_value, act, product, saved_act, saved_product)
         else:
             at_once(gate, act, d_gate)
             torch.mul(act, up_value, out=product)
@@ -73,17 +73,23 @@ class SwiGLUGrad(NamedTuple):
         mask_(d_gate, gate, gating.gate_limits)
 
     def _activate(
-        self, gate: Tensor, up_value: Tensor, act: Tensor, product: Tensor, kept_act: Tensor | None, kept: Tensor | None
+        self,
+        gate: Tensor,
+        up_value: Tensor,
+        act: Tensor,
+        product: Tensor,
+        saved_act: Tensor | None,
+        saved: Tensor | None,
     ) -> None:
-        """Fill `act` and `product` from what was kept, or compute them as the precision rounds them."""
+        """Fill `act` and `product` from what was saved, or compute them as the precision rounds them."""
         if not self.mx or self.gating.rounds_itself or self.gating.skip_gate:
             self.gating.product(gate, up_value, out=product, act=act)
             return
-        if kept_act is not None:
-            act.copy_(kept_act)
+        if saved_act is not None:
+            act.copy_(saved_act)
         else:
             self.round_(self.gating.activation(gate, out=act))
-        if kept is not None:
-            product.copy_(kept)
+        if saved is not None:
+            product.copy_(saved)
         else:
             self.round_(torch.mul(act, up_value, out=product))

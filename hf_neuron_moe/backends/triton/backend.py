@@ -115,14 +115,14 @@ class TritonBackward(DeviceBackward):
         A value has the forward's bits: a product's columns do not depend on each other.
         """
         saved, weights = self.saved, self.weights
-        kept_up = 0 if saved.up is None else saved.up.shape[1]
-        parts = {} if kept_up == weights.inner else {"up": weights.up_GIH[:, kept_up:]}
+        saved_up = 0 if saved.up is None else saved.up.shape[1]
+        parts = {} if saved_up == weights.inner else {"up": weights.up_GIH[:, saved_up:]}
         if saved.gate is None and not self.gating.skip_gate:
             parts["gate"] = weights.gate_GIH
         if not parts:
             return saved
         gate_added, up_added = added_to_sums(weights.up_GIH, (weights.gate_bias_GI, weights.up_bias_GI), self.gating)
-        added = {"gate": gate_added, "up": None if up_added is None else up_added[:, kept_up:]}
+        added = {"gate": gate_added, "up": None if up_added is None else up_added[:, saved_up:]}
         x_TK = _columns(self.x_TH, self.loader)
         made = {name: self._product(x_TK, part_GNH, added[name]) for name, part_GNH in parts.items()}
         if isinstance(saved.up, Tensor) and "up" in made:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import Limits, gating_of
-from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
+from hf_neuron_moe.backends.torch.saved import FP8Rows, SavedRows
 from hf_neuron_moe.backends.triton import device_functions as dev, gate_functions as fn
 from hf_neuron_moe.backends.triton.launch_grid import Tiles, as_bits, launch, tile_sizes
 from hf_neuron_moe.errors import not_one_of
@@ -30,8 +30,8 @@ ROUNDINGS = ("bf16", "mxfp8", "fp8")
 
 @triton.jit
 def _forward(
-    gate, up, scale, out, kept_gate, gate_scales, kept_up, up_scales, kept_act, kept_product,
-    R, columns, WIDTH, up_kept, gate_row, gate_column, up_row, up_column, kept_gate_row, kept_up_row,
+    gate, up, scale, out, saved_gate, gate_scales, saved_up, up_scales, saved_act, saved_product,
+    R, columns, WIDTH, up_saved, gate_row, gate_column, up_row, up_column, saved_gate_row, saved_up_row,
     ACT: tl.constexpr, ALPHA: tl.constexpr, CAP: tl.constexpr, UP_CAP: tl.constexpr, GATE_LIMITS: tl.constexpr,
     UP_LIMITS: tl.constexpr, ROUND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
@@ -40,29 +40,29 @@ def _forward(
     inside, at = (row < R)[:, None] & (column < columns)[None, :], row.to(tl.int64)[:, None]
     u = dev.to_fp32(tl.load(up + at * up_row + column[None, :] * up_column, mask=inside, other=0))
     rounded_u = dev.round_bf16(u)
-    if kept_up is not None:
-        fn.save(kept_up, up_scales, u, row, column, R, up_kept, kept_up_row, UP_LIMITS)
+    if saved_up is not None:
+        fn.save(saved_up, up_scales, u, row, column, R, up_saved, saved_up_row, UP_LIMITS)
     if ROUND:
         u = rounded_u
     if gate is None:
         product, _ = fn.activation(u, ACT, ALPHA, CAP)
     else:
         g = dev.to_fp32(tl.load(gate + at * gate_row + column[None, :] * gate_column, mask=inside, other=0))
-        if kept_gate is not None:
-            fn.save(kept_gate, gate_scales, g, row, column, R, columns, kept_gate_row, GATE_LIMITS)
+        if saved_gate is not None:
+            fn.save(saved_gate, gate_scales, g, row, column, R, columns, saved_gate_row, GATE_LIMITS)
         rounded_g = dev.round_bf16(g)
         if ROUND:
             g = rounded_g
         act, _ = fn.activation(fn.clip(g, GATE_LIMITS), ACT, ALPHA, CAP)
         product = act * fn.up_value(u, UP_LIMITS, UP_CAP)
-        if kept_act is not None or kept_product is not None:
+        if saved_act is not None or saved_product is not None:
             act, _ = fn.activation(fn.clip(rounded_g, GATE_LIMITS), ACT, ALPHA, CAP)
             act = dev.round_bf16(act)
             here = at * columns + column[None, :]
-            if kept_act is not None:
-                dev.store(kept_act + here, act, inside)
-            if kept_product is not None:
-                dev.store(kept_product + here, act * fn.up_value(rounded_u, UP_LIMITS, UP_CAP), inside)
+            if saved_act is not None:
+                dev.store(saved_act + here, act, inside)
+            if saved_product is not None:
+                dev.store(saved_product + here, act * fn.up_value(rounded_u, UP_LIMITS, UP_CAP), inside)
     if scale is not None:
         product *= tl.load(scale + row, mask=row < R, other=0.0)[:, None]
     product = tl.where(inside, product, 0.0)  # what pads the operand is zero, whatever the limits are
@@ -71,7 +71,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    d_int, gate, gate_scales, up, up_scales, kept_act, kept_product, scale, d_gate, d_up, inter, d_scale,
+    d_int, gate, gate_scales, up, up_scales, saved_act, saved_product, scale, d_gate, d_up, inter, d_scale,
     R, columns, WIDTH, d_int_row, gate_row, gate_column, up_row, up_column,
     d_gate_row, d_gate_column, d_up_row, d_up_column,
     ACT: tl.constexpr, ALPHA: tl.constexpr, CAP: tl.constexpr, UP_CAP: tl.constexpr,
@@ -96,15 +96,15 @@ def _backward(
             g = fn.take(gate, gate_scales, row, column, R, columns, gate_row, gate_column, GATE_LIMITS, GATE_INSIDE)
             act, slope = fn.activation(fn.clip(g, GATE_LIMITS), ACT, ALPHA, CAP)
             value = fn.up_value(u, UP_LIMITS, UP_CAP)
-            if kept_act is not None:
-                act = dev.to_fp32(tl.load(kept_act + here, mask=inside, other=0))
+            if saved_act is not None:
+                act = dev.to_fp32(tl.load(saved_act + here, mask=inside, other=0))
             elif ROUNDING == "mxfp8":
                 act = dev.round_bf16(act)
             elif ROUNDING == "fp8":
                 act = fn.round_groups(tl.where(inside, act, 0.0))
             product = act * value
-            if kept_product is not None:
-                product = dev.to_fp32(tl.load(kept_product + here, mask=inside, other=0))
+            if saved_product is not None:
+                product = dev.to_fp32(tl.load(saved_product + here, mask=inside, other=0))
             elif ROUNDING == "mxfp8":
                 product = dev.round_bf16(product)
         product = tl.where(inside, product, 0.0)
@@ -157,15 +157,15 @@ def gate_forward(
     rows, inner = up_RI.shape
     width = inner if rounding == "bf16" else padded_size(inner)
     out = up_RI.new_empty(rows, width, dtype=torch.bfloat16)
-    kept_gate, gate_scales = _parts(saved.gate)
-    kept_up, up_scales = _parts(saved.up)
+    saved_gate, gate_scales = _parts(saved.gate)
+    saved_up, up_scales = _parts(saved.up)
     sizes = tile_sizes("gate_forward") if tiles is None else tiles
     launch(
         _forward, (triton.cdiv(rows, sizes["TILE_R"]), triton.cdiv(width, sizes["TILE_C"])), up_RI,
-        as_bits(gate_RI, "gate"), as_bits(up_RI, "up"), scale_R, as_bits(out, "out"), kept_gate, gate_scales,
-        kept_up, up_scales, as_bits(saved.gate_act, "gate_act"), as_bits(saved.intermediate, "intermediate"),
-        rows, inner, width, 0 if kept_up is None else kept_up.shape[1],
-        *_strides(gate_RI), *_strides(up_RI), _strides(kept_gate)[0], _strides(kept_up)[0],
+        as_bits(gate_RI, "gate"), as_bits(up_RI, "up"), scale_R, as_bits(out, "out"), saved_gate, gate_scales,
+        saved_up, up_scales, as_bits(saved.gate_act, "gate_act"), as_bits(saved.intermediate, "intermediate"),
+        rows, inner, width, 0 if saved_up is None else saved_up.shape[1],
+        *_strides(gate_RI), *_strides(up_RI), _strides(saved_gate)[0], _strides(saved_up)[0],
         **_constants(gate), ROUND=rounding == "bf16", **sizes,
     )  # fmt: skip
     return out
@@ -192,9 +192,9 @@ def gate_backward(
     if rounding not in ROUNDINGS:
         raise not_one_of("rounding", rounding, ROUNDINGS)
     (rows, inner), (d_gate, d_up) = d_int_RI.shape, into
-    kept_gate, gate_scales = _parts(saved.gate)
-    kept_up, up_scales = _parts(saved.up)
-    assert kept_up is not None and kept_up.shape == d_int_RI.shape, "the backward reads the whole of up"
+    saved_gate, gate_scales = _parts(saved.gate)
+    saved_up, up_scales = _parts(saved.up)
+    assert saved_up is not None and saved_up.shape == d_int_RI.shape, "the backward reads the whole of up"
     inter = d_int_RI.new_empty(d_up.shape, dtype=torch.bfloat16)
     d_scale = None if scale_R is None else torch.empty_like(scale_R)
     constants = _constants(gate)
@@ -202,10 +202,10 @@ def gate_backward(
     sizes = tile_sizes("gate_backward") if tiles is None else tiles
     launch(
         _backward, (triton.cdiv(rows, sizes["TILE_R"]),), d_int_RI,
-        as_bits(d_int_RI, "d_int"), kept_gate, gate_scales, kept_up, up_scales,
+        as_bits(d_int_RI, "d_int"), saved_gate, gate_scales, saved_up, up_scales,
         as_bits(saved.gate_act, "gate_act"), as_bits(saved.intermediate, "intermediate"), scale_R,
         as_bits(d_gate, "d_gate"), as_bits(d_up, "d_up"), as_bits(inter, "inter"), d_scale,
-        rows, inner, d_up.shape[1], d_int_RI.stride(0), *_strides(kept_gate), *_strides(kept_up),
+        rows, inner, d_up.shape[1], d_int_RI.stride(0), *_strides(saved_gate), *_strides(saved_up),
         *_strides(d_gate), *_strides(d_up), **constants, **inside, ROUNDING=rounding, **sizes,
     )  # fmt: skip
     return inter, d_scale
@@ -228,7 +228,7 @@ def _inside(limits: Limits) -> Limits:
     return upper, lower
 
 
-def _parts(saved: Kept | None) -> tuple[Tensor | None, Tensor | None]:
+def _parts(saved: SavedRows | None) -> tuple[Tensor | None, Tensor | None]:
     """Return bf16 or fp32 values, or codes and scales, whose rows are contiguous."""
     if isinstance(saved, FP8Rows):
         return saved.codes, as_bits(saved.scales, "scales")

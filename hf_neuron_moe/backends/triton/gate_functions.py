@@ -121,15 +121,15 @@ def _places(row, column, rows, columns):
 
 
 @triton.jit
-def save(kept, scales, x, row, column, rows, columns, kept_row, LIMITS: tl.constexpr):
+def save(saved, scales, x, row, column, rows, columns, saved_row, LIMITS: tl.constexpr):
     """Save the first `columns` of `x` rounded to bf16: as they are, or in FP8 if there are `scales`.
 
     In FP8, what is at or beyond a limit has a NaN's code.
     """
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    at = row.to(tl.int64)[:, None] * kept_row + column[None, :]
+    at = row.to(tl.int64)[:, None] * saved_row + column[None, :]
     if scales is None:
-        dev.store(kept + at, x, mask)
+        dev.store(saved + at, x, mask)
     else:
         x = dev.round_bf16(x)
         code, scale = _group_codes(tl.where(mask, dev.round_bf16(clip(x, LIMITS)), 0.0), True)
@@ -137,16 +137,18 @@ def save(kept, scales, x, row, column, rows, columns, kept_row, LIMITS: tl.const
             code = tl.where(x >= LIMITS[0], dev.CODE_NAN, code)
         if LIMITS[1] is not None:
             code = tl.where(x <= LIMITS[1], dev.CODE_NAN | 0x80, code)
-        tl.store(kept + at, code.to(tl.uint8), mask=mask)
+        tl.store(saved + at, code.to(tl.uint8), mask=mask)
         scale_at, scale_mask = _places(row, column, rows, columns)
         tl.store(scales + scale_at, (dev.bits_of(scale) >> 16).to(tl.int16), mask=scale_mask)
 
 
 @triton.jit
-def take(kept, scales, row, column, rows, columns, kept_row, kept_column, LIMITS: tl.constexpr, INSIDE: tl.constexpr):
+def take(
+    saved, scales, row, column, rows, columns, saved_row, saved_column, LIMITS: tl.constexpr, INSIDE: tl.constexpr
+):
     """Return a saved tile as fp32, zeros outside; `INSIDE` are the last numbers within the limits."""
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    code = tl.load(kept + row.to(tl.int64)[:, None] * kept_row + column[None, :] * kept_column, mask=mask, other=0)
+    code = tl.load(saved + row.to(tl.int64)[:, None] * saved_row + column[None, :] * saved_column, mask=mask, other=0)
     if scales is None:
         value = dev.to_fp32(code)
     else:

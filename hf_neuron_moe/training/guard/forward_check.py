@@ -185,22 +185,22 @@ class _Second:
             if name in names and seen is not None and len(seen.saved[place]) and self.parts:
                 yield self._one("gate", name, seen.saved[place])
 
-    def _one(self, product: str, name: str, kept_PI: Tensor, fp8: Limits | None = None) -> Finding:
+    def _one(self, product: str, name: str, saved_PI: Tensor, fp8: Limits | None = None) -> Finding:
         """Compare what was saved of one kind; `fp8` are the limits of what was saved in FP8."""
-        figures, _ = magnitudes(kept_PI[: self.pairs])
+        figures, _ = magnitudes(saved_PI[: self.pairs])
         field = {"gate": "gate_RI", "up": "up_RI", "gate_act": "act_RI", "intermediate": "product_RI"}[name]
         compared = []
         for *_, rows, _, found in self.parts:
-            expected_RI = getattr(found, field)[:, : kept_PI.shape[1]]
+            expected_RI = getattr(found, field)[:, : saved_PI.shape[1]]
             expected_RI = expected_RI if fp8 is None else _through_fp8(expected_RI, fp8)
-            compared.append(row_errors(kept_PI[rows], expected_RI))
+            compared.append(row_errors(saved_PI[rows], expected_RI))
         index = max(range(len(compared)), key=lambda number: compared[number].worst)
         errors, expert, row = compared[index], self.parts[index][0], compared[index].row
         typical = sorted(each.rounding for each in compared)[(len(compared) - 1) // 2]
 
         def evidence() -> Evidence:
             _, place, rows, network, _ = self.parts[index]
-            observed = kept_PI[rows[row]].double().unsqueeze(0)
+            observed = saved_PI[rows[row]].double().unsqueeze(0)
             if product != "gate_up":
                 return Evidence(observed)
             weight, added = (network.gate_IH, network.added[0]) if name == "gate" else (network.up_IH, network.added[1])

@@ -28,7 +28,7 @@ from hf_neuron_moe.training.guard.findings import Finding, row_errors
 from hf_neuron_moe.training.guard.reproduction import Reproduction
 from hf_neuron_moe.training.guard.watch import StepLooked, Watch
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, converted as converted, load, source as source
-from tests.quantizers.test_frozen_adapters import ATTENTION, adapted
+from tests.quantizers.test_quantized_adapters import ATTENTION, adapted
 from tests.tiny_models import tokens
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
-from tests.frozen_oracle import oracle
+from tests.quantized_oracle import oracle
 from tests.quantizers.conftest import Converted, Source, load, patched
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
@@ -95,5 +95,5 @@ def test_experts_gradients_are_those_of_the_dequantized_weights_in_float64(
     expected = torch.stack(rows)
     wanted = torch.autograd.grad(expected, (x64, w64), dout.double())
     for actual, exact in zip((y, *grads), (expected, *wanted), strict=True):
-        # Results, pre-activations and their gradients are rounded to bf16 (2^-9 each); see test_frozen_network.
+        # Results, pre-activations and their gradients are rounded to bf16 (2^-9 each); see test_quantized_network.
         assert (actual.double() - exact).norm() < 2**-6 * exact.norm()

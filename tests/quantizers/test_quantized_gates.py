@@ -22,7 +22,7 @@ from hf_neuron_moe.quantizers.shard_layouts import TENSORS_KEY
 from tests.convert.quantized_sources import MXFP4, rewrite
 from tests.convert.test_kept_codes import gpt_oss
 from tests.convert.test_quantized_sources import aria, as_mxfp4
-from tests.frozen_oracle import oracle
+from tests.quantized_oracle import oracle
 from tests.quantizers.conftest import load, patched, wide_range_
 from tests.refusals import refused
 from tests.tiny_models import tiny_model, tokens
@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gemma4": {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128},
 }
 UNEVEN = {"hidden_size": 64, "intermediate_size": 96}
-# As in test_frozen_network: results, pre-activations and gradients are rounded to bf16, and a rounded product that
+# As in test_quantized_network: results, pre-activations and gradients are rounded to bf16, and a rounded product that
 # crosses a border of the MXFP8 grid moves one value among many by 2^-4.
 BOUND = 2**-6
 

@@ -17,7 +17,7 @@ from hf_neuron_moe.convert import export_checkpoint
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
-from tests.frozen_oracle import oracle
+from tests.quantized_oracle import oracle
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
 from tests.refusals import refused
 from tests.tiny_models import tokens

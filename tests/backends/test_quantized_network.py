@@ -30,7 +30,7 @@ from hf_neuron_moe.formats import (
 from hf_neuron_moe.modules import ops, quantized_ops
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from tests.backends.test_gates import GATES
-from tests.frozen_oracle import oracle
+from tests.quantized_oracle import oracle
 from tests.refusals import refused
 
 SCALES = {"compact": lambda scales: scales, "oversized": to_oversized, "packed": to_packed}
