@@ -12,6 +12,8 @@ from torch import Tensor
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError, with_article
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+"""Types of tensors without a class of their own, which may stand for others."""
 CONVERT = "Convert it, for example with .to({})."
 VIEW = "View its bytes, for example with .view({}); converting would change them."
 _PAD = "Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves."

@@ -25,10 +25,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_neuron_moe.activation_policy import Keep
+from hf_neuron_moe.checks import PLAIN_TENSORS
 
 _Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 T = TypeVar("T")
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PreparedWeights:
 
     def drop(self, sources: Iterable[Tensor]) -> int:
         """Drop the copies made of `sources`, of views of them, or of what they are views of; return their bytes."""
-        gone = {_storage(source) for source in sources if type(source) in _PLAIN_TYPES}
+        gone = {_storage(source) for source in sources if type(source) in PLAIN_TENSORS}
         with self._lock:
             before = self.nbytes
             self._copies = {
@@ -147,7 +147,7 @@ def is_traced(tensor: Tensor) -> bool:
     """Return whether what is done with `tensor` becomes a program that runs later, on other memory."""
     if torch.compiler.is_compiling():  # first: the rest cannot be traced
         return True
-    return type(tensor) not in _PLAIN_TYPES or torch._is_functional_tensor(tensor) or get_proxy_mode() is not None
+    return type(tensor) not in PLAIN_TENSORS or torch._is_functional_tensor(tensor) or get_proxy_mode() is not None
 
 
 def _has_a_version(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, Transpose, WeightConverter
 
 from hf_neuron_moe.convert.assign import Assignment
-from hf_neuron_moe.convert.io.source import SourceTensor
+from hf_neuron_moe.convert.io.source import SourceTensor, misfit
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import Piece
@@ -142,9 +142,3 @@ def _piece(tensor: SourceTensor, shape: tuple[int, ...], **place: Any) -> Piece:
     if tensor.shape != shape:
         raise misfit(tensor, f"of shape {list(shape)}, as config.json says", list(tensor.shape))
     return Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, **place)
-
-
-def misfit(tensor: SourceTensor, expected: str, got: object) -> ConversionError:
-    """Return the error for a source tensor that is not what the model has."""
-    fix = "Check that config.json belongs to these weights."
-    return ConversionError.about(f"{tensor.file}: {tensor.name}", expected, got, fix)

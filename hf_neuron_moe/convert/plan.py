@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.convert.assign import Assignment, assign_values, meta_model, natural_key, read_checkpoint
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_folder
-from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceCheckpoint, SourceTensor
+from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceCheckpoint, SourceTensor, misfit
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, ranks_of, stored_forms
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
 from hf_neuron_moe.convert.manifest import LeftModule, Network, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.pieces import in_one_source, misfit, prefix_of, weights_of
+from hf_neuron_moe.convert.pieces import in_one_source, prefix_of, weights_of
 from hf_neuron_moe.errors import ConversionError, pattern_of, public
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, DenseRoles, discover
 from hf_neuron_moe.patching.globs import check_globs

@@ -32,7 +32,6 @@ OK, MISSING, PLACEHOLDER, BROKEN = "ok", "missing", "placeholder", "broken"
 COMPILER = "neuronxcc"
 """Module of the compiler's package."""
 _SYSTEM = "Linux x86_64"
-_OLDEST_PYTHON = (3, 12)
 _INDEX = "pip's --index-url, whose address is on the page 'Install PyTorch for Neuron' of AWS's documentation"
 
 _FAILURES = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
@@ -145,7 +144,7 @@ class Installation:
         steps = []
         if self.target[0] is None or self.target[1] == versions.ASSUMED:
             steps.append("Go to a Trn2 or Trn3 instance: none was recognized here.")
-        if tuple(map(int, self.python.split(".")[:2])) < _OLDEST_PYTHON:
+        if tuple(map(int, self.python.split(".")[:2])) < versions.MINIMUM_PYTHON:
             steps.append(f"Make an environment of Python 3.12 or 3.13: AWS has no wheels for {self.python}.")
         if replaced:
             steps.append(f"`pip uninstall -y {' '.join(replaced)}`: PyPI's placeholders, which have no code.")

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_rules, check_same_device, check_shape
+from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.errors import DTypeError, ShapeError, not_one_of, public
 
 SPARE_BLOCKS = ("last", "split", "unassigned")
-BLOCK_SIZES = (128, 256, 512, 1024)
+BACKWARD_SIZES = tuple(size for size in BLOCK_SIZES if size <= 1024)  # those of every release's backward
 _MAX_TOKEN_ID = 1 << 24  # ids pass through fp32 on the chip and are exact only below this
 _INTEGERS = (torch.int64, torch.int32)
 _VALUES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *_INTEGERS)
@@ -71,7 +72,7 @@ def choose_block_size(
     top_k: int,
     experts: int,
     *,
-    choices: tuple[int, ...] = BLOCK_SIZES,
+    choices: tuple[int, ...] = BACKWARD_SIZES,
     max_padding: float = 0.5,
     n_block_per_iter: int = 1,
 ) -> BlockSizeChoice:

@@ -22,12 +22,11 @@ from hf_neuron_moe.backends.base import NOTHING, Backend, BackwardCall
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.backends.spec import BlockCall, BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
-from hf_neuron_moe.checks import check_multiple
+from hf_neuron_moe.checks import PLAIN_TENSORS, check_multiple
 from hf_neuron_moe.errors import GradientError, public
 from hf_neuron_moe.modules.op_watch import watched
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_biases, check_experts, check_mlp, check_no_transform
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KEEPS = {precision: {keep: parse_keep(keep) for keep in keep_strings(precision)} for precision in COMPUTE_DTYPE}
 
 
@@ -159,7 +158,7 @@ def _plain_inference(inputs: Iterable[Tensor]) -> bool:
         return False
     recording = torch.is_grad_enabled()
     for tensor in inputs:
-        if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or (recording and tensor.requires_grad):
+        if type(tensor) not in PLAIN_TENSORS or tensor.is_meta or (recording and tensor.requires_grad):
             return False
     return True
 

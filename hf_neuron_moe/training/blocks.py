@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.engine import axis_parts, is_sharded_at_loading
+from hf_neuron_moe.modules.engine import axis_parts, is_sharded_at_loading, local
 from hf_neuron_moe.modules.experts import ExpertsBlock, NeuronExperts
 from hf_neuron_moe.modules.experts_calls import SHARED, STACKED
 from hf_neuron_moe.modules.experts_form import parameter_of
@@ -90,7 +90,7 @@ def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     if len(inputs) == 1 and not _ungated(block):
         inputs = [*inputs[0].chunk(2, dim=-2)]
     names = PROJECTIONS[-len(inputs) - 1 :]
-    return {name: spread_rows(_local(part), rows) for name, part in zip(names, (*inputs, down))}
+    return {name: spread_rows(local(part), rows) for name, part in zip(names, (*inputs, down))}
 
 
 def _ungated(block: NeuronBlock) -> bool:
@@ -100,10 +100,10 @@ def _ungated(block: NeuronBlock) -> bool:
 def _expert_rows(block: ExpertsBlock) -> list[Tensor]:
     """Gate and up (or up alone, or both in one) and down of experts, rows along the last axis."""
     form = block.neuron_form
-    local = [_local(_held(block, name)) for name in (*form.inputs, form.down)]
+    own = [local(_held(block, name)) for name in (*form.inputs, form.down)]
     if form.call in (SHARED, STACKED):
-        return local
-    gate_up, down = (weight.transpose(1, 2) if form.transposed else weight for weight in local)
+        return own
+    gate_up, down = (weight.transpose(1, 2) if form.transposed else weight for weight in own)
     return [gate_up[:, ::2], gate_up[:, 1::2], down] if form.interleaved else [gate_up, down]
 
 
@@ -159,9 +159,3 @@ def _base(module: nn.Module, name: str) -> Tensor:
 def _held(block: nn.Module, path: str) -> Tensor:
     owner, _, name = path.rpartition(".")
     return _base(block.get_submodule(owner), name)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor (``DTensor``), any other tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()

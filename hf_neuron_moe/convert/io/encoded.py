@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hf_neuron_moe.convert.io.source import Encoding, SourceTensor, damaged
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.convert.io.source import Encoding, SourceTensor, damaged, misfit
 from hf_neuron_moe.formats.constants import MX_BLOCK
 from hf_neuron_moe.formats.source_codes import (
     GROUP_BYTES,
@@ -36,23 +35,23 @@ def values_shape(encoding: Encoding) -> tuple[int, ...]:
     known = len(codes.shape) in _CODE_AXES.get(codes.dtype, ()) and (codes.dtype == "U8" or not encoding.transposed)
     if not known or 0 in codes.shape:
         expected = "codes of FP8 (F8_E4M3), of packed FP4 (I8) or of MXFP4 (U8, four axes)"
-        raise _misfit(codes, expected, f"{codes.dtype} of shape {list(codes.shape)}")
+        raise misfit(codes, expected, f"{codes.dtype} of shape {list(codes.shape)}")
     *experts, N, K = codes.shape if codes.dtype != "U8" else codes.shape[:-1]
     if codes.dtype == "U8":
         if codes.shape[-1] != GROUP_BYTES:
-            raise _misfit(codes, f"of {GROUP_BYTES} bytes per group", f"shape {list(codes.shape)}")
+            raise misfit(codes, f"of {GROUP_BYTES} bytes per group", f"shape {list(codes.shape)}")
         K *= MX_BLOCK
     elif codes.dtype == "I8":
         K *= 2
     allowed = SCALE_DTYPES if codes.dtype == "F8_E4M3" else BYTE_SCALES
     if scales.dtype not in allowed:
-        raise _misfit(scales, f"of dtype {' or '.join(allowed)}", scales.dtype)
+        raise misfit(scales, f"of dtype {' or '.join(allowed)}", scales.dtype)
     grid = _grid(encoding, (*experts, N, K))
     whole = math.prod(grid) == 1 and scales.shape in ((), (1,))  # one scale of the whole tensor
     if scales.shape != grid and not whole:
         rows, columns = encoding.block
         expected = f"of shape {list(grid)}, a scale per {rows} x {columns} values of {codes.name} {[*experts, N, K]}"
-        raise _misfit(scales, expected, list(scales.shape))
+        raise misfit(scales, expected, list(scales.shape))
     return (*experts, K, N) if encoding.transposed else (*experts, N, K)
 
 
@@ -81,11 +80,6 @@ def read_group_scales(read: ReadStored, encoding: Encoding, expert: int | None) 
     scales = _scales(read, encoding, expert, slice(0, -(-axes[0] // rows))).view(torch.uint8)
     spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns // MX_BLOCK, 1)
     return spread[: axes[0], :groups]
-
-
-def _misfit(tensor: SourceTensor, expected: str, got: object) -> ConversionError:
-    fix = "Check that config.json belongs to these weights; download both again."
-    return ConversionError.about(f"{tensor.file}: {tensor.name}", expected, got, fix)
 
 
 def read_values(read: ReadStored, encoding: Encoding, expert: int | None, rows: slice | None) -> torch.Tensor:

@@ -116,6 +116,12 @@ def damaged(subject: str, expected: str, got: object) -> SourceDamageError:
     return SourceDamageError.about(subject, expected, got, fix)
 
 
+def misfit(tensor: SourceTensor, expected: str, got: object) -> ConversionError:
+    """The error for a tensor that is not what the configuration says, or what belongs to it."""
+    fix = "Check that config.json belongs to these weights; download both again."
+    return ConversionError.about(f"{tensor.file}: {tensor.name}", expected, got, fix)
+
+
 def _check(holds: bool, subject: str, expected: str, got: object) -> None:
     if not holds:
         raise damaged(subject, expected, got)
