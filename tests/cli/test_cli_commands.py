@@ -14,19 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_neuron_moe._version import __version__
-
-COMMANDS = (
-    "plan",
-    "convert",
-    "finalize",
-    "export",
-    "verify",
-    "inspect",
-    "estimate",
-    "report",
-    "doctor",
-    "verify-device",
-)
+from hf_neuron_moe.cli.main import COMMANDS
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
