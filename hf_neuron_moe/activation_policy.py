@@ -95,7 +95,7 @@ class ActivationPolicy:
     """Names out of ``gate_pre``, ``gate_act``, ``up`` and ``intermediate``, or the name of a preset. What is missing is
     computed again. The block's input and the routing are always kept."""
     storage: str = "compute"
-    """``"compute"``: the dtype that the values have in the kernels (bf16; fp32 for ``precision="fp32"``); ``"fp8"``:
+    """``"compute"``: the dtype that the values have in the kernels (bf16; fp32 for ``precision="fp32"``). ``"fp8"``:
     e4m3 in groups of 64 with one bf16 scale, gate_pre and up together, the input as well."""
     modules: Any = ()
     """Exceptions: glob over module names -> preset name or policy. Globs are those of ``include`` and ``exclude``; one
@@ -199,8 +199,8 @@ BlockActivations = str | ActivationPolicy
 def as_activations(value: Any) -> Activations:
     """Read every form that ``NeuronMoEConfig(activations=...)`` takes.
 
-    That is a preset's name, names of checkpoints joined by ``+``, a budget such as ``"48KiB/token"``,
-    ``"2GiB/8192tokens"`` or ``"24KiB/token+fp8"`` (which allows FP8), a policy, a budget, or the mapping of these.
+    That is a policy, a budget, the mapping of one, or a string: a preset's name, names of checkpoints joined by ``+``,
+    or a budget. Budgets are ``"48KiB/token"``, ``"2GiB/8192tokens"`` or ``"24KiB/token+fp8"``, which allows FP8.
     """
     if isinstance(value, ActivationPolicy | ActivationBudget):
         return value

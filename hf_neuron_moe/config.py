@@ -64,10 +64,10 @@ class NeuronMoEConfig:
             A mapping gives blocks their own, by glob over module names: ``{"*": "mxfp8", "model.layers.0.*": "bf16"}``.
             ``"*"`` is needed and holds for blocks that no other glob matches. Every other glob must match a block, and
             those that match the same block must agree.
-        backend: ``"torch"`` computes the kernels' contract with PyTorch on any device, ``"torch-grouped"`` the same
-            with all experts of a layer at once and no value read on the host, ``"triton"`` that with Triton kernels on
-            CUDA, ``"neuron"`` calls nkilib's kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by
-            device, and never ``"triton"``, which no GPU has run.
+        backend: ``"torch"`` computes the kernels' contract with PyTorch on any device. ``"torch-grouped"`` does the
+            same with all experts of a layer at once and no value read on the host, ``"triton"`` that with Triton
+            kernels on CUDA. ``"neuron"`` calls nkilib's kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"``
+            chooses by device, and never ``"triton"``, which no GPU has run.
         weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views; ``"kernel"``
             moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and ``[E, I, H]``).
             ``"auto"`` is ``"stock"`` on the torch backend, and for a model that is patched already, such as a loaded
@@ -77,10 +77,10 @@ class NeuronMoEConfig:
         activations: what a block saves for its backward. ``"full"``: its input and every checkpoint that the kernels of
             this precision have (gate_pre and up; for ``"mxfp8"`` also gate_act and intermediate). ``"minimal"``: its
             input, gate_pre and seven eighths of the columns of up. ``"recompute"``: the input only. These three give
-            the same gradients, on the torch backend bit for bit; on Neuron bf16 experts that keep gate_pre and up
-            round them before they use them, and others do not (one rounding to bf16). ``"fp8"``: input, gate_pre and
-            up in FP8 (e4m3, groups of 64 with one bf16 scale); the backward is that of COAT, ``fp8_mul_backward``, and
-            the gradients differ by what FP8 loses.
+            the same gradients, on the torch backend bit for bit. On Neuron, bf16 experts that keep gate_pre and up
+            round them before they use them. Others do not (one rounding to bf16). ``"fp8"``: input, gate_pre and up in
+            FP8 (e4m3, groups of 64 with one bf16 scale); the backward is that of COAT, ``fp8_mul_backward``, and the
+            gradients differ by what FP8 loses.
             Also an :class:`~hf_neuron_moe.activation_policy.ActivationPolicy` (which checkpoints, with exceptions by
             glob), a budget (:class:`~hf_neuron_moe.activation_policy.ActivationBudget`, or ``"48KiB/token"``,
             ``"2GiB/8192tokens"``) that ``patch_model`` solves per module, or the mapping of either.

@@ -49,11 +49,11 @@ class Backend(Protocol):
     * in FP8: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input;
       the backward ignores its ``x``;
     * otherwise gate, up, gate_act and intermediate ``[R, I]`` in the compute dtype, of ``"minimal"`` only the first
-      columns of up; what the policy does not keep is empty, and the backward makes it again.
+      columns of up. What the policy does not keep is empty, and the backward makes it again.
 
     Every policy but FP8 gives the same gradients, and all give the same ``y``: in the torch backend bit for bit. On
     Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them only where it saves them, so that
-    ``y`` differs by that rounding; the backward always reads saved ones.
+    ``y`` differs by that rounding. The backward always reads saved ones.
     """
 
     name: str

@@ -23,8 +23,8 @@ _twins: dict[int, Any] = {}
 _bodies: dict[int, Callable[..., Any]] = {}
 """By the id of an operator: the function that it was made of."""
 _made: list[Any] = []
-"""All operators: one that is replaced and then collected would take its successor out of the cache of ``torch.ops``,
-and selective checkpointing, which names an operator, would get another object than what is called."""
+"""All operators. One that is replaced and then collected would take its successor out of the cache of ``torch.ops``.
+Selective checkpointing, which names an operator, would get another object than what is called."""
 
 
 def plugin_function(name: str) -> Callable[..., Any] | None:

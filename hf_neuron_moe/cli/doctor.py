@@ -46,9 +46,9 @@ def doctor(
     """Show whether Neuron kernels run here and what to fix.
 
     Also what of the Neuron stack is installed. Works with nothing installed, or something broken. With MODEL_DIR also:
-    which kernels compute which of the model's blocks at which block sizes, here and by the documents of SDK 2.33 on
-    Trn2 and Trn3, and why not; the frozen MX blocks of a conversion in inference. The exit code is 0 whatever was
-    found, unless --strict is given.
+    which kernels compute which of the model's blocks at which block sizes, and why not. That is asked of what is here,
+    and of the documents of SDK 2.33 for Trn2 and Trn3. The frozen MX blocks of a conversion count in inference. The
+    exit code is 0 whatever was found, unless --strict is given.
     """
     from hf_neuron_moe.device.installed import inspect_installation
 

@@ -43,9 +43,8 @@ def verify_device(
 
     Forward and every gradient of each block on random input: largest relative error, signal-to-noise ratio, verdict,
     and what to do next. Options, config.json and the shards' headers are checked first, then this machine, before any
-    weights are read.
-    Exit code 0 if rounding explains every difference, 7 if one is more than that, 6 if a block is wrong or failed, 1 if
-    no Neuron kernel can run here or none computes a block.
+    weights are read. Exit code 0 if rounding explains every difference, 7 if one is more than that, and 6 if a block is
+    wrong or failed. It is 1 if no Neuron kernel can run here or none computes a block.
     """
     settle_environment()  # before torch is imported, which may load the plugin
     from hf_neuron_moe.device.model_dir import check_model_dir

@@ -63,7 +63,7 @@ def build_meta_model(
     """Return the checkpoint's model without memory for its weights.
 
     Whatever ``config.json`` names, it is built with `attention` (None is the one that transformers would train with)
-    and with transformers' own choice for experts: a name such as ``org/name`` would be fetched and run. More layers or
+    and with transformers' own choice for experts. A name such as ``org/name`` would be fetched and run. More layers or
     experts than the weights of `source` have are refused before they are built; without it, the names in the folder's
     index or single file are asked.
     """

@@ -1,6 +1,6 @@
 """Checks of what ``config.json`` states, before transformers and torch compute with it; errors name the field.
 
-Numbers of layers and experts are judged by the weights: a model on the meta device needs no memory for them, but time
+Numbers of layers and experts are judged by the weights. A model on the meta device needs no memory for them, but time
 and objects for every layer, and lists for every expert.
 """
 
@@ -136,8 +136,8 @@ def reason_of(error: Exception) -> str:
 def room_in(directory: Path, source: SourceCheckpoint | None) -> Room:
     """Return the room that weights have: numbers in names for layers, tensors or an axis for experts.
 
-    Without `source`, as far as the folder's index or single file can be read: what needs no weights works with an
-    index alone, with damaged weights, and without any, then by fixed limits.
+    Without `source`, as far as the folder's index or single file can be read. What needs no weights works with an index
+    alone, with damaged weights, and without any. Then fixed limits hold.
     """
     try:
         if source is not None:

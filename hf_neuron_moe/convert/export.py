@@ -58,9 +58,9 @@ def export_checkpoint(
     """Rebuild the checkpoint that a conversion was made of.
 
     Tensors that were bf16 come back with the same bits from bf16 layouts. From MX only the dequantized values can come
-    back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them: such an export
-    says so in its report and in a file :data:`NOTE_FILE`, which an exact one does not have. Of a quantized source
-    the decoded values come back in bf16 under the names of the model's parameters, never its codes; this is said too.
+    back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them. Such an export
+    says so in its report and in a file :data:`NOTE_FILE`, which an exact one does not have. Of a quantized source the
+    decoded values come back in bf16 under the names of the model's parameters, never its codes; this is said too.
 
     Every file is compared with the checksum that the manifest has for it before anything of it is used.
 

@@ -1,7 +1,7 @@
 """What a converted checkpoint says about itself: options, and for every tensor where it lies and what it was made of.
 
 The manifest is written last, so a folder that has one is complete. It holds no time and no path, so that the same
-source and options give the same bytes, and a checksum of its own content: it is what all other files are judged by.
+source and options give the same bytes, and a checksum of its own content. All other files are judged by it.
 """
 
 from __future__ import annotations

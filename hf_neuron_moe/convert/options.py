@@ -40,9 +40,9 @@ class ConvertOptions:
     """How a block's scale follows from its largest value; None: ``"neuron"`` for MXFP8 and ``"floor"`` for MXFP4
     (:func:`hf_neuron_moe.formats.quantize_moe_gate_up` says why)."""
     purpose: str | None = field(default=None, kw_only=True)
-    """``"inference"`` writes what forward reads, and experts in MX kernel layout as ``moe_cte`` takes them;
-    ``"training"`` and ``"lora"`` add the transposed MX operands that the gradient of a block's input needs (a weight's
-    own gradient needs none, so that both write the same). None: ``"training"``, and ``"inference"`` for MXFP4."""
+    """``"inference"`` writes what forward reads, and experts in MX kernel layout as ``moe_cte`` takes them.
+    ``"training"`` and ``"lora"`` add the transposed MX operands that the gradient of a block's input needs. A weight's
+    own gradient needs none, so that both write the same. None: ``"training"``, and ``"inference"`` for MXFP4."""
     tp_degree: int = field(default=1, kw_only=True)  # Ranks among which the I axis of every converted weight is split
     ep_degree: int = field(default=1, kw_only=True)
     """Ranks among which experts are dealt out, each a range of whole ones; `tp_degree` is then for the others."""

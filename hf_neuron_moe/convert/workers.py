@@ -48,7 +48,7 @@ class Workers:
     def run(self, tasks: Sequence[Callable[[], ResultT]]) -> Iterator[ResultT]:
         """Give the tasks' results in the tasks' order, each as soon as it and all before it are there.
 
-        The first failure ends the iteration: tasks not begun are dropped, and those at work are waited for, so that
+        The first failure ends the iteration. Tasks not begun are dropped, and those at work are waited for, so that
         nothing writes into a folder that is being put in order.
         """
         if self._pool is None:

@@ -1,8 +1,8 @@
 """Build a Mixtral checkpoint with real weights by upcycling a Llama checkpoint.
 
 Sparse upcycling (Komatsuzaki et al., "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints", 2022):
-attention, norms and embeddings are copied; every expert starts as a copy of its layer's MLP, here perturbed a little so
-that experts differ from the start; the router is new, with small random weights. The result is an ordinary
+attention, norms and embeddings are copied. Every expert starts as a copy of its layer's MLP, here perturbed a little so
+that experts differ from the start. The router is new, with small random weights. The result is an ordinary
 ``MixtralForCausalLM`` checkpoint.
 
 With ``noise=0`` all experts of a layer are the same function and Mixtral's top-k weights sum to 1, so the model

@@ -54,8 +54,8 @@ class GroupFloor:
     choices: tuple[Floor, ...] = ()  # the same at every block size that the kernels take
     discarded_seconds: float = 0.0  # what the documented backward adds for gradients of frozen weights
     reason: str | None = None
-    """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
-    of 128; None of blocks that PyTorch's own modules compute too."""
+    """Why no Neuron kernel computes these blocks. The floor is then that of PyTorch in their place, padded to multiples
+    of 128. It is None for blocks that PyTorch's own modules compute."""
     copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`WEIGHT_LAYOUTS`
     precision: str = ""  # what the blocks compute with
 

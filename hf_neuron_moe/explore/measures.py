@@ -13,7 +13,7 @@ from hf_neuron_moe.explore.operand_sums import Operand
 
 FORMATS = ("bf16", "mxfp8", "mxfp4", "fp8-saved")
 """What a block can be looked at with: products in bf16 (against fp32) or mxfp8, weights in mxfp4 with activations in
-mxfp8, and saved activations in FP8 groups, which the backward reads."""
+mxfp8, and saved activations in FP8 groups. The backward reads those."""
 
 PRODUCTS = ("gate_up", "down")
 FORWARD, DX, DW = "", ".dx", ".dw"

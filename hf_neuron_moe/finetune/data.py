@@ -40,8 +40,8 @@ def load_data(options: Options, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Return the rows of a run.
 
     Raises:
-        ConfigError: files are missing, damaged or of several kinds; the dataset cannot be loaded; its columns are of no
-            known kind; a row is not what its kind needs; all rows are empty; or an option asks for other data.
+        ConfigError: files are missing, damaged or of several kinds, or the dataset cannot be loaded. Its columns are of
+            no known kind, a row is not what its kind needs, or all rows are empty. An option asks for other data.
     """
     data = options.data
     kind, train = _read(options, tokenizer, "train_files", data.train_split if data.dataset else "")

@@ -67,8 +67,8 @@ def check_run(options: Options) -> bytes | str:
         The bytes of the model's ``config.json``, or why it cannot be looked at.
 
     Raises:
-        ConfigError: there is no such file, model, tokenizer or checkpoint to resume from, or options contradict each
-            other or the model, or need a package or an account that is not here.
+        ConfigError: there is no such file, model, tokenizer or checkpoint to resume from. Options contradict each other
+            or the model, or need a package or an account that is not here.
         SourceDamageError: the model's weights are cut off or missing.
         BackendUnavailableError: the backend cannot run here.
     """

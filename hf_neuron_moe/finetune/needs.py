@@ -37,8 +37,8 @@ def check_needs(training: Any) -> None:
     """Refuse what cannot work on this machine, before anything is loaded.
 
     Raises:
-        ConfigError: ``output_dir`` cannot be written; ``report_to``, ``optim`` or another option needs a package that
-            is not installed or has an unknown name; ``push_to_hub`` is on without a hub or an account; or ``fsdp`` is
+        ConfigError: ``output_dir`` cannot be written. ``report_to``, ``optim`` or another option needs a package that
+            is not installed or has an unknown name. ``push_to_hub`` is on without a hub or an account, or ``fsdp`` is
             asked for in one process.
     """
     check_output(training.output_dir)

@@ -56,8 +56,9 @@ def check(options: Options) -> tuple[Any, Data]:
 def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False) -> dict[str, Any]:
     """Train, evaluate and save; return the metrics.
 
-    Written to ``output_dir``: the model or the adapter with its tokenizer and a model card, ``merged`` if asked for,
-    ``trainer_state.json`` with the loss of every logging step, ``*_results.json``, and what the Trainer itself writes.
+    Written to ``output_dir``: the model or the adapter with its tokenizer and a model card, and ``merged`` if asked
+    for. So are ``trainer_state.json`` with the loss of every logging step, ``*_results.json``, and what the Trainer
+    itself writes.
 
     Args:
         options: what :func:`hf_neuron_moe.finetune.read_options` returned.

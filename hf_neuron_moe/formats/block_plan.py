@@ -2,10 +2,10 @@
 
 Legend: T tokens, E experts, K experts per token, B tokens per block, N blocks.
 
-Blocks are expert-major; an expert without tokens gets no block; within an expert tokens ascend; spare blocks go to the
-last expert; unused slots hold the sink id T, or -1 with ``skip_token``. N depends on shapes only, so that a traced
-program has static shapes: ``N = ceil((T*K - (E-1)) / B) + E - 1``, rounded up to a multiple of `n_block_per_iter`.
-A dropping plan has one block per expert; what exceeds its capacity is dropped.
+Blocks are expert-major, and an expert without tokens gets no block. Within an expert tokens ascend, and spare blocks go
+to the last expert. Unused slots hold the sink id T, or -1 with ``skip_token``. N depends on shapes only, so that a
+traced program has static shapes: ``N = ceil((T*K - (E-1)) / B) + E - 1``, rounded up to a multiple of
+`n_block_per_iter`. A dropping plan has one block per expert; what exceeds its capacity is dropped.
 
 Source: nki-library 2.29 ``moe_cte`` test utilities (``get_n_blocks``, token position generation).
 """
@@ -113,7 +113,7 @@ def build_block_plan(
     is on the mask's device; no value is read back to the host.
 
     `spare_blocks` says whose the blocks without tokens are: "last", the last expert's; "split", half of them (rounded
-    down) the middle expert's (E - 1) // 2, following its own blocks; "unassigned", marked with the id E, which newer
+    down) the middle expert's (E - 1) // 2, following its own blocks. "unassigned" marks them with the id E, which newer
     references skip and 2.29 kernels take with ``skip_weight`` only. "split" is not for the hybrids: they run as many
     blocks as `conditions` has flags set, and would stop before the last ones.
     """
@@ -217,7 +217,7 @@ def masked_affinities(
 
     T' is T + 1 with a zero sink row, or T with `skip_token`. Entries of experts that were not chosen are zero.
     `first_expert` as in :func:`expert_mask`. A row names an expert of this rank once at most, because the table has one
-    entry per pair; that is checked where reading values costs nothing (on the CPU, outside of a trace).
+    entry per pair. That is checked where reading values costs nothing (on the CPU, outside of a trace).
     """
     local_TK = _local_ids(top_k_index, experts, first_expert)
     _check_values({"top_k_index": top_k_index, "top_k_weights": top_k_weights}, "[T, K]")

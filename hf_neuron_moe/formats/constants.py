@@ -69,8 +69,8 @@ class ScaleRule(StrEnum):
       448. Where amax is a power of two it is one binade coarser than needed, and subnormals start one binade earlier.
       A block with Inf or NaN keeps a finite scale: Inf becomes the largest finite code, NaN stays NaN, finite
       neighbours are mostly flushed to zero. (E2M1 cannot hold NaN: there the byte becomes 255.)
-    * ``FLOOR``: ``m - Emax`` (OCP MX v1.0, section 6.3). Saturates the top of every binade: in e4m3 an amax in
-      (1.75, 2) * 2**n is clipped to 1.75 * 2**n, which costs about 10 % more RMS error on Gaussian data than NEURON.
+    * ``FLOOR``: ``m - Emax`` (OCP MX v1.0, section 6.3). Saturates the top of every binade. In e4m3 an amax in (1.75,
+      2) * 2**n is clipped to 1.75 * 2**n, which costs about 10 % more RMS error on Gaussian data than NEURON.
     * ``CEIL``: FLOOR, one more unless amax is a power of two. Never saturates; equals NEURON except at powers of two,
       where it is one binade finer.
     * ``RCEIL``: the smallest scale with ``amax / scale <= max``. Never saturates and wastes least range.
@@ -90,8 +90,8 @@ class ScaleRule(StrEnum):
 class SwizzleScheme(StrEnum):
     """Which K values share a block and an x4 word.
 
-    * ``WRAPX``: tiles of 512, then the remainder as 256 + 128 tiles, or as one tile if it is not a multiple of 128
-      (nki-library 2.31; the only scheme of its MLP kernels).
+    * ``WRAPX``: tiles of 512, then the remainder as 256 + 128 tiles, or as one tile if it is not a multiple of 128. The
+      only scheme of the MLP kernels of nki-library 2.31.
     * ``WRAPX_SINGLE``: as WRAPX, but the whole remainder is one tile. It differs only for a remainder of 384. The
       forward kernel groups raw (unswizzled) operands this way when K is exactly 384.
     * ``ONE_TILE``: all of K is one tile, so the lanes lie K/4 apart (the hidden axis of ``moe_cte``'s MX weights,

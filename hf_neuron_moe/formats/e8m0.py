@@ -26,8 +26,8 @@ UNIT_EXPONENT = -149  # exponent of the smallest fp32 denormal
 DENORMAL_BYTES = 32
 """Blocks with a scale byte below this may involve fp32 denormals.
 
-A denormal input (< 2**-126) divided by 2**(32 - 127) is below 2**-31, and the smallest non-zero code of any format
-times 2**(32 - 127) is at least 2**-111: from 32 on, neither matters.
+A denormal input (< 2**-126) divided by 2**(32 - 127) is below 2**-31. The smallest non-zero code of any format times
+2**(32 - 127) is at least 2**-111. From 32 on, neither matters.
 """
 
 

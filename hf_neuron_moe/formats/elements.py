@@ -53,7 +53,7 @@ def round_to_fp8_(
 def _to_grid_stochastic(values: Tensor, fmt: ElementFormat, generator: torch.Generator | None) -> Tensor:
     """Move finite values within the format's range to one of their two neighbours on its grid; NaN stays NaN.
 
-    The probability of the upper one is the distance from the lower one, so that the expectation is the value itself: a
+    The probability of the upper one is the distance from the lower one, so that the expectation is the value itself. A
     random number below one FP8 step is added to the fp32 bits, then everything below it is cut off.
     """
     step_bits = MANTISSA_BITS - fmt.mantissa_bits

@@ -15,7 +15,7 @@ gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
 
 pI is 128 if I >= 512 and I/4 below. An I above 512 is zero-padded to a multiple of it. A group of 32 values is 8
 partitions x 4 lanes. Codes with a scale per 32 adjacent values become words without another rounding if the axis is
-permuted (:func:`arrange_moe_words`): value ``32q + 8r + i`` lies at partition ``8q + i`` of lane r, tile after tile.
+permuted (:func:`arrange_moe_words`). Value ``32q + 8r + i`` lies at partition ``8q + i`` of lane r, tile after tile.
 Along H, where a lane goes through all tiles, that is position ``r*(H/4) + 8q + i``.
 """
 
@@ -88,7 +88,7 @@ def quantize_moe_gate_up(
     """Quantize gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H.
 
     The kernels take the scales of any `rule`. None is Neuron's own for FP8, and OCP's FLOOR for FP4, which no Neuron
-    instruction produces: with a scale twice as large FP4 would not use half of its few codes.
+    instruction produces. With a scale twice as large FP4 would not use half of its few codes.
     """
     fmt = element_format(fmt)
     check_float(gate_up_EH2I, "gate_up")

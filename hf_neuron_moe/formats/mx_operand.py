@@ -140,8 +140,8 @@ def _quantize_halves(
     """Quantize a bf16 piece into contiguous uint8 `codes` of its shape, without leaving 16 bits.
 
     The lanes lie at `lane_axis`, the rows of a tile at the next. Returns scale bytes, the shape of `values` without the
-    lanes and with an eighth of the rows; None, and nothing useful in `codes`, where a block needs fp32, the values are
-    no bf16, or the format is no torch dtype.
+    lanes and with an eighth of the rows. Returns None, and nothing useful in `codes`, where a block needs fp32, the
+    values are no bf16, or the format is no torch dtype.
     """
     if values.dtype is not torch.bfloat16 or fmt.dtype is None:
         return None

@@ -10,7 +10,7 @@ oversized K/4                      ``32*(i//4) + i%4``
 packed    ``128*ceil(K/2048)``     ``128*(t//4) + 32*(r//4) + 4*(t%4) + r%4`` with ``t = i//16``, ``r = i%16``
 ========= ======================== ==========================================================================
 
-The hardware reads a quadrant of 32 partitions' scales from its first four partitions: oversized places them so, and
+The hardware reads a quadrant of 32 partitions' scales from its first four partitions. Oversized places them so, and
 packed uses partitions 4, 8 and 12 onward of a quadrant for the next three K tiles of 512. Rows that hold no block are
 0 when written here and undefined when a kernel wrote them: never compare them. Kernels take oversized or packed.
 """

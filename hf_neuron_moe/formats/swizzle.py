@@ -48,8 +48,8 @@ class Segment(NamedTuple):
 def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
     """Split a contraction axis into runs of equal swizzle tiles.
 
-    wrapX: tiles of 512; a remainder that is a multiple of 128 as one 256 tile and one 128 tile, as they fit; any other
-    remainder as one tile (only operands prepared on the host can have one). ``"1x32"`` is the map with tiles of 4.
+    wrapX: tiles of 512; a remainder that is a multiple of 128 as one 256 tile and one 128 tile, as they fit. Any other
+    remainder is one tile, which only operands prepared on the host can have. ``"1x32"`` is the map with tiles of 4.
     Returns at most three segments, in order, covering [0, K).
     """
     scheme = choose(SwizzleScheme, scheme, argument="scheme")

@@ -43,7 +43,7 @@ def register_expert_parallel() -> str | None:
 def implementation_for(present: Any) -> str | None:
     """Return the name of the implementation that gives experts what `present` does not: their affinities.
 
-    Where all processes of a group have the same tokens, transformers' all-reduce hands them over; it is taken for
+    Where all processes of a group have the same tokens, transformers' all-reduce hands them over. It is taken for
     ``"auto"`` too, in training as in inference, so that both compute the same. None for what is no implementation.
     """
     if present is None:

@@ -236,7 +236,7 @@ def register_experts_implementation(
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
     selects it, process-wide. Parameters and checkpoints stay transformers' own, so that the ``weights`` of `config`
-    must be ``"auto"`` or ``"stock"``; its precision is one for all, its activations a preset or a policy without
+    must be ``"auto"`` or ``"stock"``. Its precision is one for all, its activations a preset or a policy without
     exceptions. An implementation `name` of another origin is not replaced.
 
     Under expert parallelism transformers' exchange multiplies the affinities behind the experts, not where the kernels

@@ -48,8 +48,8 @@ def swiglu_mlp(
     """Return ``h Wd^T + bd``, h what `gate` makes of ``x Wg^T + bg`` and ``x Wu^T + bu``; differentiable.
 
     `x_SH` is ``[S, H]`` in any float dtype, read in bf16 (fp32 for `precision` ``"fp32"``; others are ``"bf16"`` and
-    ``"mxfp8"``); `gate_IH` and `up_IH` are ``[I, H]``, `down_HI` ``[H, I]``, `biases` of gate and up ``[I]``, of down
-    ``[H]``. The result is ``[S, H]`` in the dtype of `x_SH`. `backend` is what
+    ``"mxfp8"``). `gate_IH` and `up_IH` are ``[I, H]``, `down_HI` is ``[H, I]``. `biases` are ``[I]`` for gate and up,
+    ``[H]`` for down. The result is ``[S, H]`` in the dtype of `x_SH`. `backend` is what
     :func:`hf_neuron_moe.backends.resolve_backend` returned. `activations` says what is saved for the backward, as a
     preset's name or a canonical keep string (:mod:`hf_neuron_moe.activation_policy`). `cache_weights` lets the backend
     keep copies of the weights for the next call.
@@ -312,8 +312,8 @@ def set_derivative(
 
     `forward` takes the block's input first and the call last, and returns the result and what it saves. `backward`
     takes the result's gradient, the inputs of `forward` but the call, what it saved, the call, and a flag for each
-    entry of `wanted`: places of inputs, whose gradients it returns in this order, empty where not asked for.
-    `keeps_input` says whether a policy keeps the input for the backward as it came.
+    entry of `wanted`. Entries are places of inputs, whose gradients it returns in this order, empty where not asked
+    for. `keeps_input` says whether a policy keeps the input for the backward as it came.
     """
     places = [(place, flag) for flag, group in enumerate(wanted) for place in group]
 

@@ -41,9 +41,9 @@ class QuantizedBlock(NeuronBlock):
     """Base of the blocks with MX weights.
 
     `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
-    activations. `layouts` say by role how codes are stored; `tensors` are codes and scales by :meth:`tensor_names`, and
-    biases in their original form by :data:`BIASES` where there are any, on the meta device until they are loaded.
-    `roles` are those of a dense MLP's attributes, None for experts.
+    activations. `layouts` say by role how codes are stored. `tensors` are codes and scales by :meth:`tensor_names`, and
+    biases in their original form by :data:`BIASES` where there are any. They are on the meta device until they are
+    loaded. `roles` are those of a dense MLP's attributes, None for experts.
     """
 
     weight_suffix = ""

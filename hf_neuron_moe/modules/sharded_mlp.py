@@ -1,6 +1,6 @@
 """A dense MLP whose layers transformers' tensor parallelism cut: each process has a part of the intermediate axis.
 
-The block computes with its parts and does once what the layers' installed forwards do one by one: gradients of the
+The block computes with its parts and does once what the layers' installed forwards do one by one. Gradients of the
 input are summed in the backward, results in the forward. What it returns before the sum is rounded to the input's
 dtype, as a kernel's result is.
 

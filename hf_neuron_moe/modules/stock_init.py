@@ -1,6 +1,6 @@
 """Initialises a block's weights as the module it replaced would be.
 
-transformers' ``_init_weights`` goes by the class of a module and the names of its parameters, so it is shown an object
+transformers' ``_init_weights`` goes by the class of a module and the names of its parameters. So it is shown an object
 of the original class that has the block's weights, in stock layout.
 """
 

@@ -1,9 +1,9 @@
 """The cheapest choice of activation policies within a byte budget: a multiple-choice knapsack.
 
 Buying the steps between policies in the order of what a byte saves gives a plan and, by the price of a byte, a bound
-from below (Lagrangian relaxation). Then blocks are added one by one, and of the sums that some plan better than the
-known one could go through all those are kept that no other beats in both bytes and operations; that is exact. Where
-there are too many they are thinned out, and the plan is near the best one instead, by a known distance.
+from below (Lagrangian relaxation). Then blocks are added one by one. Of the sums that a better plan could go through,
+those are kept that no other beats in both bytes and operations. That is exact. Where there are too many they are
+thinned out, and the plan is near the best one instead, by a known distance.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Plan:
 def cheapest_plan(blocks: Sequence[Sequence[Option]], limit: float) -> Plan | None:
     """Choose one option per block so that the saved bytes stay within `limit` and the fewest operations are repeated.
 
-    The plan is the best one, and among those the one that keeps the fewest bytes, unless there are more sums to keep
-    than a search may, as several dozens of blocks of different sizes can have. Then its `gap` is at most the largest
-    step between two policies of one block, for 64 sizes about a thousandth of the operations of recomputing everything.
-    None where even the smallest options exceed the limit (bytes per token, all blocks together).
+    The plan is the best one, and among those the one that keeps the fewest bytes. That does not hold where there are
+    more sums than a search may keep, as of several dozens of blocks of different sizes. Then its `gap` is at most the
+    largest step between two policies of one block, for 64 sizes about a thousandth of the operations of recomputing
+    everything. None where even the smallest options exceed the limit (bytes per token, all blocks together).
     """
     own = [_undominated(options) for options in blocks]
     if sum(options[0].saved for options in own) > limit:
@@ -121,7 +121,7 @@ def _search(
     block; equal blocks are best in a row, as many of their sums coincide.
 
     Returned are the best plan found, None if none as good as the known one was found, and by how many operations sums
-    were thinned out: so much more than the best plan's may its operations be, or the known one's.
+    were thinned out. Its operations, or the known one's, may be so much more than the best plan's.
     """
     least_left = sum(options[0].saved for options in blocks)
     slack += 1e-9 * sum(option.flops + price * option.saved for options in blocks for option in options)  # roundings
@@ -139,7 +139,7 @@ def _search(
         saved, flops = saved_SO[sums, chosen], flops_S[sums] + again_O[chosen]
         kept = _frontier(saved, flops)
         if len(kept) > most:
-            # Of each of `most` equal parts of the range of operations, the sum with the fewest bytes: what is left out
+            # Of each of `most` equal parts of the range of operations, the sum with the fewest bytes. What is left out
             # has less than a part's width fewer operations than a sum that has fewer bytes and is kept.
             again = flops[kept]
             width = -(-int(again[0] - again[-1] + 1) // most)

@@ -1,8 +1,8 @@
 """Finds the modules that could be patched and decides about each, without changing anything.
 
-A dense MLP can be patched if its source is the formula of a gate, its parts are plain linear layers of matching shapes
-with an activation that the operators have, and a small numeric probe agrees; an experts module if transformers' flags
-say so and the probe agrees. Everything else that looks like such a block gets a reason.
+A dense MLP can be patched if its source is the formula of a gate, and a small numeric probe agrees. Its parts must be
+plain linear layers of matching shapes, with an activation that the operators have. An experts module can be if
+transformers' flags say so and the probe agrees. Everything else that looks like such a block gets a reason.
 
 E experts, H hidden size, I intermediate size.
 """

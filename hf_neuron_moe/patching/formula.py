@@ -1,6 +1,6 @@
 """Decides whether a dense MLP's source is ``down(f(gate(x)) * p(up(x)))``, and which part plays which role.
 
-A numeric probe cannot see a multiplier that happens to be 1, a dropout in eval mode or a clamp with wide limits, so a
+A numeric probe cannot see a multiplier that happens to be 1, a dropout in eval mode or a clamp with wide limits. So a
 module is patched only if its ``forward`` *is* the formula. The expression that the reader made of it is compared here;
 names of attributes and variables do not matter.
 """

@@ -1,7 +1,7 @@
 """A small numeric comparison of an original module's own forward with the operator.
 
-The original's class runs on a tiny stand-in that has the instance's attributes but small fp32 weights on the CPU, which
-costs milliseconds for any model size, also on the meta device, and leaves the module and global random state alone.
+The original's class runs on a tiny stand-in that has the instance's attributes but small fp32 weights on the CPU. That
+costs milliseconds for any model size, also on the meta device. It leaves the module and the global random state alone.
 
 T tokens, E experts, H hidden size, I intermediate size.
 """

@@ -1,8 +1,8 @@
 """A recomputed token keeps its experts: decisions of a checkpointed function's first run are replayed in later runs.
 
 Where a router's two best candidates are nearly tied, one rounding step (another thread count, autocast, an atomic sum)
-lets the second run of a checkpointed layer choose another expert: its gradient then belongs to a forward that never
-took place, and where experts save as many rows as they were given tokens, torch stops with a ``CheckpointError``. Here
+lets the second run of a checkpointed layer choose another expert. Its gradient then belongs to a forward that never
+took place. Where experts save as many rows as they were given tokens, torch stops with a ``CheckpointError``. Here
 later runs take the indices that the first one chose. The values are gathered from the recomputed scores, so weights
 stay differentiable functions of the logits in every router, also in those that choose groups first, then experts.
 
@@ -74,7 +74,7 @@ class ReplayStats:
 class _Chosen(torch.autograd.Function):
     """The values at chosen positions; saves the positions only.
 
-    Both runs use it, since a checkpoint wants the same tensors saved in both, and its gradient is bit for bit that of
+    Both runs use it, since a checkpoint wants the same tensors saved in both. Its gradient is bit for bit that of
     ``topk``: zeros with the incoming values written to the chosen positions.
     """
 

@@ -105,11 +105,11 @@ def refresh_weights(model: nn.Module) -> int:
 
     The Neuron backend keeps copies of weights in its kernels' orientation from a training forward to the optimizer's
     step. They are made again after in-place operations, ``load_state_dict``, an assignment of another tensor to
-    ``.data``, a change between training and evaluation mode, merging of adapters, and in every call without a backward.
-    A write *into* ``parameter.data`` between two training calls, with no optimizer step in between, advances no version
-    counter: exchanging weights with their running average, clipping them, and the like. Call this after such a write.
-    The torch backend keeps quantized copies for generation in mxfp8. It notices writes that change a weight everywhere;
-    after a write to single values call this.
+    ``.data``, a change between training and evaluation mode, and merging of adapters. Every call without a backward
+    makes its own. A write *into* ``parameter.data`` between two training calls, with no optimizer step in between,
+    advances no version counter: exchanging weights with their running average, clipping them, and the like. Call this
+    after such a write. The torch backend keeps quantized copies for generation in mxfp8. It notices writes that change
+    a weight everywhere; after a write to single values call this.
 
     What counts is whose parameters and buffers are below `model`, patched or not, wrapped or not. Returned are the
     bytes of the copies that were dropped; making them again costs one copying of the weights at most.

@@ -18,8 +18,8 @@ _DAMAGED = "The conversion is damaged, or a later version of hf-neuron-moe wrote
 class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
     """What ``hf-neuron-moe convert`` made: which conversion this is.
 
-    `precision` is ``"bf16"``, ``"mxfp8"``, ``"mxfp4"`` or a map of these by glob over module names, `layout`
-    ``"fused"`` or ``"kernel"``, `tp_degree` the number of ranks that the tensors are split among; `options` are the
+    `precision` is ``"bf16"``, ``"mxfp8"``, ``"mxfp4"`` or a map of these by glob over module names. `layout` is
+    ``"fused"`` or ``"kernel"``, `tp_degree` the number of ranks that the tensors are split among. `options` are the
     conversion's others. How a single tensor is stored is recorded in its shard's header, and loading goes by that.
     """
 

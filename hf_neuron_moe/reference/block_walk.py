@@ -27,8 +27,9 @@ shard_on_i_mx, _hybrid  likewise; the halves are whole tiles of 512
 baseline_shard_hidden   every block on both cores, each with half of H: the gate and up sums are added
 ======================  ==========================================================================================
 
-Sums that leave a core or a block are fp32 and rounded once at the end, or, with ``accumulation="device"``, rounded to
-the output's dtype each time: a core's down sums before the other's are added, and the running output after each block.
+Sums that leave a core or a block are fp32 and rounded once at the end. With ``accumulation="device"`` they are rounded
+to the output's dtype each time: a core's down sums before the other's are added, and the running output after each
+block.
 
 The documents do not say which blocks are static if ``n_static_blocks`` is -1: here all but ``n_dynamic_blocks``, and
 without conditions all. Nor do they say whether a core's sums are rounded before or after the weight scale: here before.

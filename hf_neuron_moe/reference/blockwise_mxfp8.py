@@ -4,7 +4,7 @@ Letters: T' rows of the token tensors (T + 1 with a zero sink row, or T with ``s
 E experts, N blocks of B slots.
 
 Every matmul's operands are rounded to MXFP8 along its contraction axis (block scales of nki 0.5 and later), along the
-token axis block by block; the roundings to bf16 in between are those of ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8`` (2.31).
+token axis block by block. The roundings to bf16 in between are those of ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8`` (2.31).
 
 Not known of upstream's pair, and an error here: the layout of pre-quantized weights and their scales, and biases (nor
 whether checkpoints would include one). Argument names beyond those of ``moe_cte`` and ``blockwise_mm_bwd`` are not

@@ -60,8 +60,8 @@ def check_positive_int(argument: str, value: object) -> None:
 def scheduling(call: Mapping[str, object]) -> dict[str, object]:
     """Return the options of `call`, arguments by name, that say how the device does its work, each checked.
 
-    None of them changes a value here: tile counts (every argument with "tiles" in its name), switches, the name of the
-    fp8 type, and configurations, which are checked where the sizes are known.
+    None of them changes a value here. They are tile counts (every argument with "tiles" in its name), switches, the
+    name of the fp8 type, and configurations. These are checked where the sizes are known.
     """
     found = {}
     for name, value in call.items():

@@ -3,8 +3,8 @@
 Legend: T real tokens, H hidden, I intermediate, N blocks of B slots.
 
 Two kinds of rules. *Always*: combinations that have no defined result, or whose result upstream does not return.
-*Device limits*: what the kernels need or get wrong although the mathematics is defined; they hold for what a device
-can run (bf16 hidden states) and can be switched with ``device_limits`` or ``limits``. Their figures are data.
+*Device limits*: what the kernels need or get wrong although the mathematics is defined. They hold for what a device can
+run (bf16 hidden states) and can be switched with ``device_limits`` or ``limits``. Their figures are data.
 
 Source: nki-library 2.29 ``moe_cte`` kernels; SquaredReLU, non-overlapping shards and STATIC_MX as of 2.31 and 2.33.
 """

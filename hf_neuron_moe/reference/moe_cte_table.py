@@ -1,7 +1,7 @@
 """The kernels behind ``moe_cte``, made from a table: their argument orders, other names and other defaults.
 
 A row, a table ``[function.kernel]`` of ``specification/moe_cte.toml``, is everything that a direct kernel of
-:mod:`hf_neuron_moe.reference.moe_cte_direct` has of its own; types and defaults that a row does not name are those of
+:mod:`hf_neuron_moe.reference.moe_cte_direct` has of its own. Types and defaults that a row does not name are those of
 ``moe_cte`` and of the option records.
 
 Source: nki-library 2.29 ``core.moe.moe_cte.bwmm_shard_on_{block,I,block_mx,I_mx}`` and

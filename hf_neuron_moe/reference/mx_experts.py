@@ -4,8 +4,8 @@ Legend: E experts, H hidden (a multiple of 512), I intermediate, pI partitions o
 below 512). The layouts of words and scales are those of :mod:`hf_neuron_moe.formats.moe_mx`.
 
 One expert is dequantized at a time, so the fp32 copy is bounded by one expert. Activations are rounded to MXFP8 e4m3
-whatever the weights' format: hidden states in groups of {lane * H/4 + tile * 128 + 8j + i}, the intermediate in groups
-of {tile * 512 + lane * pI + 8j + i} (lane 0..3, i 0..7), one token per group.
+whatever the weights' format. Groups of hidden states are {lane * H/4 + tile * 128 + 8j + i}, those of the intermediate
+{tile * 512 + lane * pI + 8j + i} (lane 0..3, i 0..7), one token per group.
 
 Sources: nki-library 2.29 ``bwmm_shard_on_block_mx``, ``bwmm_shard_on_I_mx``; 2.31 for packed and block128 scales and
 STATIC_MX.

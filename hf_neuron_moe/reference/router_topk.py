@@ -4,9 +4,9 @@ Legend: T tokens, H hidden, E experts, K experts per token.
 
 Source: nki-library 2.29 ``core.router_topk.router_topk`` and its torch reference. Products of bf16 and fp16 operands
 are summed in fp32, and everything after them is fp32. fp32 operands never reach the device: they are summed and
-activated in float64 (fp32 where a device has no float64) and every result is rounded to fp32 once, because an fp32
-logit of 32 already puts an error of 2e-6 into its affinity. Results are returned and differentiable (towards `x`, `w`
-and `w_bias`).
+activated in float64 (fp32 where a device has no float64) and every result is rounded to fp32 once. An fp32 logit of 32
+already puts an error of 2e-6 into its affinity. Results are returned and differentiable (towards `x`, `w` and
+`w_bias`).
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ _WHERE = "NeuronMoECallback"
 class NeuronMoECallback(TrainerCallback):
     """Measures a patched model while a Trainer of your own trains it.
 
-    Every logging step gets ``neuron/tokens_per_second``, ``neuron/saved_bytes_per_token`` (what all patched blocks
-    keep for backward, without recomputation), ``neuron/padding_overhead`` (extra multiply-adds of the Neuron kernels,
-    as a fraction of the needed ones: 0.25 is 25 %), and of experts ``neuron/load_entropy`` (1 where all get the same),
-    ``neuron/load_max_over_mean`` and ``neuron/dead_experts`` (no token since the last log). Under expert parallelism
-    the load of processes follows (``neuron/process_load_max_over_mean``, ``neuron/idle_processes``,
-    ``neuron/processes_per_token``). Under activation
+    Every logging step gets ``neuron/tokens_per_second``, ``neuron/saved_bytes_per_token`` and
+    ``neuron/padding_overhead``. The second is what all patched blocks save for the backward, without recomputation. The
+    third are extra multiply-adds of the Neuron kernels, as a fraction of the needed ones. With experts it also gets
+    ``neuron/load_entropy`` (1 where all get the same), ``neuron/load_max_over_mean`` and ``neuron/dead_experts`` (no
+    token since the last log). Under expert parallelism the load of processes follows
+    (``neuron/process_load_max_over_mean``, ``neuron/idle_processes``, ``neuron/processes_per_token``). Under activation
     checkpointing there is ``neuron/routing_kept``: decisions that replay kept from changing. After sampled steps there
     are ``neuron/sqnr_weights_db``, ``neuron/sqnr_inputs_db``, ``neuron/flushed``, ``neuron/saturated`` and
     ``neuron/amax``: what MXFP8 does to the weights and the blocks' inputs, whatever precision they compute in. Figures

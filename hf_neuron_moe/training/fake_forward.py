@@ -1,6 +1,6 @@
 """A training forward pass without memory: the storages that a model would keep for its backward, counted.
 
-Fake CPU tensors stand for the parameters of a model on the meta device: operators run by shape alone, custom operators
+Fake CPU tensors stand for the parameters of a model on the meta device. Operators run by shape alone, custom operators
 through their registered fakes, and autograd records what it always records.
 """
 
@@ -238,8 +238,8 @@ def _fake_state(model: nn.Module) -> dict[str, Tensor]:
 def _shapes_only_attention(model: nn.Module) -> Iterator[None]:
     """Use sdpa with a mask from shapes alone.
 
-    While it sees fake tensors, transformers takes every batch for a packed one and makes a mask of L x L per sequence,
-    which a real run of whole sequences does not have.
+    While it sees fake tensors, transformers takes every batch for a packed one and makes a mask of L x L per sequence.
+    A real run of whole sequences has none.
     """
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = [config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"]

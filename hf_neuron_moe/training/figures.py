@@ -38,8 +38,8 @@ def load_figures(load: list[int], processes: int = 1, copies: int = 0, tokens: i
     """Return the figures of one module's load, tokens per expert; `dead` counts experts without a token.
 
     ``entropy`` is 1 where all experts have the same. Without any token it and ``max_over_mean`` are NaN. Of experts
-    that are divided over `processes`, to which the `tokens` went in so many `copies`, there are the pairs of each
-    process, those of the busiest over the mean, processes without a token, and processes per token.
+    that are divided over `processes`, to which the `tokens` went in so many `copies`, there are four figures. They are
+    the pairs of each process, those of the busiest over the mean, processes without a token, and processes per token.
     """
     total, experts = sum(load), len(load)
     shares = [count / total for count in load if count]
@@ -69,8 +69,8 @@ def padding_overhead(
     """Return the extra multiply-adds of the kernels as a fraction of the needed ones: 0.25 is 25 %.
 
     H and I are padded to multiples of 128, and every expert's tokens to whole blocks. `sizes` are E, H and I of every
-    block, `positions` the rows that dense blocks multiplied, `loads` the token-expert pairs per expert of the blocks
-    with experts, `padded_rows` the same in whole blocks, summed over experts.
+    block, `positions` the rows that dense blocks multiplied. `loads` are the token-expert pairs per expert of the
+    blocks with experts, `padded_rows` the same in whole blocks, summed over experts.
     """
     needed = done = 0.0
     for name, (_, H, I) in sizes.items():  # noqa: E741
@@ -96,10 +96,10 @@ def quantization_health(rows_RK: Tensor) -> Tensor:
 
     The rows are rounded to bf16 and zero padded to a multiple of 128 first, as the kernels get them (nki-library 2.31
     ``mlp_fwd_mxfp8``); the padding does not count. They have any float dtype and device. The result is fp32 ``[4]`` on
-    the same device, in the order of :data:`MEASURES`: the largest magnitude; the share of elements that are not zero
-    but become it; the share that gets the largest code, 448 times the scale (the Neuron rule leaves headroom, so
-    anything but 0 means infinities); and the signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - q)^2)``
-    in dB, infinite where nothing is lost. All NaN for no rows.
+    the same device, in the order of :data:`MEASURES`. Those are the largest magnitude, the share of elements that are
+    not zero but become it, the share that gets the largest code, and the signal-to-quantization-noise ratio. That code
+    is 448 times the scale: the Neuron rule leaves headroom, so anything but 0 means infinities. The ratio is
+    ``10 log10(sum x^2 / sum (x - q)^2)`` in dB, infinite where nothing is lost. All NaN for no rows.
     """
     if rows_RK.numel() == 0:
         return torch.full((len(MEASURES),), torch.nan, device=rows_RK.device)

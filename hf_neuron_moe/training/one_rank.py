@@ -1,7 +1,8 @@
 """What one rank of a distributed model holds and sends, without processes: transformers' own engine on shapes alone.
 
-The engine cuts the model as it does in ``from_pretrained(distributed_config=...)``, here on the meta device and in a
-process group of which this process is the only member (torch's fake group). Nothing in this file knows a plan's rules.
+The engine cuts the model as it does in ``from_pretrained(distributed_config=...)``. Here that is on the meta device and
+in a process group of which this process is the only member (torch's fake group). Nothing in this file knows a plan's
+rules.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def training_record(args: TrainingArguments, state: TrainerState, model: nn.Modu
     """Return what of the training arguments, the state when training begins and the model makes runs comparable.
 
     ``resumed_from_step`` is 0 for a new run; ``parameters`` and ``trainable_parameters`` are numbers of elements,
-    adapters included; ``adapter`` is peft's kind, null without; ``lora_rank`` is null where the kind has no rank.
+    adapters included. ``adapter`` is peft's kind, null without; ``lora_rank`` is null where the kind has no rank.
     """
     sizes = [(getattr(param, "ds_numel", param.numel()), param.requires_grad) for param in model.parameters()]
     wrapped = (getattr(module, "peft_config", None) for module in model.modules())  # peft's configurations by name

@@ -27,7 +27,7 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
         class NeuronSFTTrainer(NeuronMoETrainerMixin, SFTTrainer): ...
 
     The constructor's arguments are those of the other class. The options come from its ``args``, if these have the
-    fields of :class:`NeuronMoEArguments`; without them a model that is patched already stays as it is, and any other is
+    fields of :class:`NeuronMoEArguments`. Without them a model that is patched already stays as it is, and any other is
     patched with the defaults. ``model`` may be a module, peft's wrapper around one, absent with ``model_init``, or a
     name where the other class takes one. What is logged is listed at :class:`NeuronMoECallback`, what is different
     about checkpoints at :class:`SafeCheckpointMixin`. An optimizer of parameters that patching would replace is an

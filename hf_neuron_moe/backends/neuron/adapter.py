@@ -1,7 +1,7 @@
 """Which wrapper kernel calls which nkilib function, decided by the installed function's signature, not by a version.
 
-A wrapper fits if the function has every argument that the wrapper needs and needs none that the wrapper does not pass,
-and if options that are left alone have their documented defaults.
+A wrapper fits if the function has every argument that the wrapper needs and needs none that the wrapper does not pass.
+Options that are left alone must have their documented defaults.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ SIMULATOR = "nki-sim"
 class NeuronBackend(Backend):
     """Implements :class:`~hf_neuron_moe.backends.base.Backend` with the installed nkilib.
 
-    What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints in MXFP8 are
-    ``[S, I]`` padded to multiples of 128, all columns of up; experts, and dense MLPs in bf16 as one expert, keep gate
-    and up in the kernels' blocks ``[N, 2, I, B]``, and only together: their kernels have no other checkpoint, so a
+    What a policy keeps differs from the protocol's description in form, not in meaning. Dense checkpoints in MXFP8 are
+    ``[S, I]`` padded to multiples of 128, all columns of up. Experts, and dense MLPs in bf16 as one expert, keep gate
+    and up in the kernels' blocks ``[N, 2, I, B]``, and only together. Their kernels have no other checkpoint, so a
     policy that keeps one of the two keeps none. ``"fp8"`` rounds what the kernels wrote and read; experts then have no
     FP8 rounding of the gate's activation, which COAT has. A value on a clamp limit stays on it.
     """

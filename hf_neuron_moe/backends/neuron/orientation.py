@@ -1,7 +1,7 @@
 """Weights and rows in the kernels' orientations and sizes, and gradients back out of them.
 
 An orientation is a string of axes: E experts, H hidden, 2 gate and up, I intermediate; "I2" where gate and up
-alternate. Padding is with zeros, which changes no result: a padded column of H meets a zero in the weight, and what a
+alternate. Padding is with zeros, which changes no result. A padded column of H meets a zero in the weight, and what a
 padded row of I makes meets a zero in down.
 """
 

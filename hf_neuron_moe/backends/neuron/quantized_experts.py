@@ -1,6 +1,6 @@
 """Frozen MX weights through the kernels that take pre-quantized operands: inference only.
 
-Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales, experts whose weights are words through
+Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales. Experts whose weights are words go through
 ``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself. Training goes
 through the torch backend (:data:`NO_BACKWARD`); how the experts' MXFP8 backward takes such weights no document says.
 

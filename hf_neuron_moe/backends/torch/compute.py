@@ -67,8 +67,8 @@ def choose_compute(
 ) -> Compute:
     """Pick the way a block computes `precision` ("bf16", "mxfp8" or "fp32") on `device`.
 
-    bf16 operands are multiplied as such where that is fast (see :func:`bf16_matmul_is_fast`), and in bf16 where there
-    are so few rows that casting the weights would cost more than the product itself.
+    bf16 operands are multiplied as such where that is fast (see :func:`bf16_matmul_is_fast`). In bf16 blocks they also
+    are where there are so few rows that casting the weights would cost more than the product itself.
     """
     few = precision == "bf16" and rows_per_expert <= FEW_ROWS and weight_dtype == torch.bfloat16
     return _IN_BF16[precision] if precision != "fp32" and (few or bf16_matmul_is_fast(device)) else _IN_FP32[precision]
@@ -78,8 +78,8 @@ GROUPED = "HF_NEURON_MOE_GROUPED"
 """Environment variable: with ``1`` all experts of a layer are computed at once on every device, with ``0`` on none;
 ``auto`` or unset leaves it to device and sizes."""
 MANY_EXPERTS, SMALL_EXPERT, FEW_PAIRS = 32, 1 << 16, 64
-"""On CPUs so many experts of so few elements per projection are computed at once for so few token-expert pairs each:
-there the calls of one expert after the other take more time than what they compute (``benchmarks/blocks.py``)."""
+"""On CPUs so many experts of so few elements per projection are computed at once for so few token-expert pairs each.
+There the calls of one expert after the other take more time than what they compute (``benchmarks/blocks.py``)."""
 
 
 def most_pairs(precision: str) -> int:
@@ -158,8 +158,9 @@ def describe_products(precision: str, device: torch.device) -> str:
 class Scratch:
     """Named buffers that the tiles and experts of one call share, and on CPUs the calls of one thread.
 
-    Fresh large temporaries cost as much as the arithmetic around the matmuls (page faults), so each name is allocated
-    once at the largest size asked for and viewed afterwards; beyond :data:`MOST_HELD` bytes, for its call only.
+    Fresh large temporaries cost as much as the arithmetic around the matmuls (page faults). So each name is allocated
+    once at the largest size asked for, and viewed afterwards. Beyond :data:`MOST_HELD` bytes it is allocated for its
+    call only.
     """
 
     device: torch.device

@@ -1,7 +1,7 @@
 """Products of all groups' rows as one operator each, where only the device knows the borders (``device_runs.py``).
 
 How an operator multiplies is the device's affair. On CPUs the host has the borders, so these are the products of
-``grouped_products.py``: with fp32 copies of the operands for fp32 sums, and for all sums where there are no bf16
+``grouped_products.py``. They take fp32 copies of the operands for fp32 sums, and for all sums where there are no bf16
 instructions. On CUDA a bf16 result is torch's grouped product. It gives no fp32 result, which is a product of
 ``backends/triton`` there. Without Triton every group is multiplied by itself, and the host waits for the borders.
 

@@ -2,7 +2,7 @@
 
 The matmuls of the torch backend multiply dequantized values, so the codes and scale bytes never have to exist. A value
 ``v`` of a block whose scale is ``2^s`` lands on the e4m3 grid of step ``2^(max(e, s - 6) - 3)``, ``e`` being the
-exponent of ``v``: three mantissa bits for normal codes, a fixed step for subnormal ones. Adding and subtracting
+exponent of ``v``. That is three mantissa bits for normal codes, a fixed step for subnormal ones. Adding and subtracting
 ``1.5 * 2^20`` times ``2^max(e, s - 6)`` rounds an fp32 value to exactly that step, to nearest even, because one unit in
 the last place of the sum is the step. For bf16 values the constant is ``1.5 * 2^4``: torch adds them in fp32 and rounds
 the sum once. (What fp32 cannot hold next to the constant is far below half a step.) With the Neuron scale rule

@@ -4,8 +4,8 @@ This is what processors with bf16 instructions run. Groups are the experts of a 
 points are those of ``ffn_forward`` and ``ffn_backward``:
 
 * Every product takes its whole contraction axis and is rounded once.
-* Where the contract has the fp32 sum (``d_int``, and gate and up in mxfp8), products give it (``grouped_products``):
-  in mxfp8 the sum itself, in bf16, where it meets no rounding but those to bf16, 16 bits of it.
+* Where the contract has the fp32 sum (``d_int``, and gate and up in mxfp8), products give it (``grouped_products``): in
+  mxfp8 the sum itself, in bf16 16 bits of it. There it meets no rounding but those to bf16.
 * What an expert adds to a token is rounded to bf16 first, as the device's kernels accumulate in the dtype of their
   output. The sum over a token's experts is fp32.
 
@@ -252,8 +252,8 @@ def grouped_forward(
 ) -> Tensor:
     """Return ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of each token ``[T, H]``, and fill `save`.
 
-    The result is that of a dense MLP with its down bias, rounded to bf16 or (mxfp8 with this bias) not; else the fp32
-    sum over the token's experts, without theirs. The loader has bf16 operands, MX-quantized or not.
+    The result is that of a dense MLP with its down bias, rounded to bf16 or (mxfp8 with this bias) not. Of experts it
+    is the fp32 sum over a token's, without down biases. The loader has bf16 operands, MX-quantized or not.
     """
     compute, inner = loader.compute, weights.inner
     added = added_to_sums(weights.up_GIH, (weights.gate_bias_GI, weights.up_bias_GI), gating)

@@ -1,6 +1,6 @@
 """bf16 products of many groups' rows, each with its own group's weight.
 
-A product of bf16 operands is summed in fp32 and rounded to bf16 once, whatever the library: one call takes the whole
+A product of bf16 operands is summed in fp32 and rounded to bf16 once, whatever the library. One call takes the whole
 contraction axis, so that no partial sum is ever rounded. CPUs have no such product with an fp32 result. Where the sum
 itself is needed there are two ways, each twice as long as one product:
 
@@ -9,7 +9,7 @@ itself is needed there are two ways, each twice as long as one product:
 * :func:`project_sums`: the product of fp32 operands, for sums that are quantized to MXFP8 further on. There a value
   that is rounded differently can move by a sixteenth of itself.
 
-What is added to a sum before its rounding, as a bias, is part of the product: three more columns of the contraction
+What is added to a sum before its rounding, as a bias, is part of the product. Three more columns of the contraction
 axis hold the bf16 parts of an fp32 number, and the rows hold ones there (:func:`rows_with_ones`). Such weights, and
 those without unit stride, are copied part by part.
 

@@ -2,10 +2,10 @@
 
 Legend: R rows, H hidden, I intermediate, T tokens.
 
-Forward: rows are rounded to MXFP8 in the groups that the weights' codes were made in; the rest is the mxfp8 path of
-``ffn_forward``: fp32 sums, the activation reads them, the product is rounded to bf16 once and then to MXFP8. An
-expert's affinity multiplies that product, as in the MXFP8 training pair; with experts stored as words it multiplies the
-down projection's sums, as in ``moe_cte``'s MX implementations.
+Forward: rows are rounded to MXFP8 in the groups that the weights' codes were made in. The rest is the mxfp8 path of
+``ffn_forward``: the activation reads fp32 sums, and the product is rounded to bf16 once and then to MXFP8. An expert's
+affinity multiplies that product, as in the MXFP8 training pair; with experts stored as words it multiplies the down
+projection's sums, as in ``moe_cte``'s MX implementations.
 
 Backward: the codes have one orientation, so nothing could be quantized along the other axis without changing the
 weights. The input's gradient is that of the bf16 kernels with the codes' values as weights: rounding activations counts

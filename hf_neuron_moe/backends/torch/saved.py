@@ -4,7 +4,7 @@ Legend: R rows, I intermediate, H hidden, G groups of a row.
 
 The FP8 form is COAT's ("Compressing Optimizer States and Activation for Memory-Efficient FP8 Training", ICLR 2025):
 e4m3 codes, ``value = code * scale``. Groups have 64 elements, where COAT has 16, so that the scales cost 3 % instead of
-12 %; the last group of a row may be shorter. Values at or beyond a limit have a code of their own: rounding would move
+12 %; the last group of a row may be shorter. Values at or beyond a limit have a code of their own. Rounding would move
 half of the values near a limit to its other side, and their gradients would come or go.
 """
 

@@ -3,7 +3,7 @@
 Legend: R rows (tokens of one expert, or all tokens of a dense MLP), H hidden, I intermediate size.
 
 Tiles along I bound the converted weights (never a whole layer in fp32 unless MX groups force it), tiles along R bound
-the activations. In MX the cuts follow the contraction tiles of the format (512, then 256, then 128): rows are the
+the activations. In MX the cuts follow the contraction tiles of the format (512, then 256, then 128). Rows are the
 contraction axis of the weight gradients, I is that of the down projection and of the input gradient.
 
 A product's fp32 sums depend on how it is cut and how its operands lie in memory. :class:`Projections` therefore makes

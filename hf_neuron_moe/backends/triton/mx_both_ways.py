@@ -127,7 +127,7 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return fp32 or bf16 ``[T, C]``, or the rows `token_R` of it, quantized along columns and along rows.
 
-    * rows_of: end row of each group (int32), and the rows over which a sum in MX goes: those of an MoE block, or the
+    * rows_of: end row of each group (int32), and the rows of one sum in MX. These are the rows of an MoE block, or the
       padded tokens of a dense MLP, a multiple of 32. Missing rows of a block count as zeros, and rows after the last
       end become zeros. With None nothing is quantized along rows.
     * values: return bf16 values instead of codes and scales.

@@ -32,9 +32,10 @@ MX_FLOORS_DB = {
 
 MXFP8: e4m3 rounds by at most 1/17 of a value (24.6 dB); values that become subnormal add less than 2**-17 of the
 block's largest. FLOOR clips up to 1/8 of a block's largest value (18.1 dB), EVEN up to 3/31 (20.3 dB). MXFP4: the worst
-block has one value at the lower end of what its scale is for (2 for NEURON and CEIL, 3 for RCEIL, 3.5 for EVEN, 4 for
-FLOOR, in units of the scale) and 31 values of a quarter, which become zero. All figures leave 0.1 to 0.6 dB for the
-rounding of fp32 and fp16 sources to bf16 on the way. Gaussian values have 30.6 to 31.5 dB and 16.8 to 19.0 dB.
+block has one value at the lower end of what its scale is for, and 31 values of a quarter, which become zero. In units
+of the scale that end is 2 for NEURON and CEIL, 3 for RCEIL, 3.5 for EVEN and 4 for FLOOR. All figures leave 0.1 to 0.6
+dB for the rounding of fp32 and fp16 sources to bf16 on the way. Gaussian values have 30.6 to 31.5 dB and 16.8 to 19.0
+dB.
 """
 
 TOKENS = 4  # Random input vectors of a probed layer

@@ -1,6 +1,6 @@
 """Reads a stored operand back as a plain matrix, by the index formulas of the kernels' documents.
 
-The second opinion of ``verify`` and ``inspect``: nothing here calls the functions that wrote the operand, so a mistake
+The second opinion of ``verify`` and ``inspect``: nothing here calls the functions that wrote the operand. So a mistake
 in a swizzle, a scale's place or an expert's axis shows as a wrong number instead of cancelling out. It is not fast.
 
 F rows of the matrix, K contraction axis, P = K/4 swizzled rows, Q partitions, t tiles, j = 4 lanes of an x4 word.

@@ -94,10 +94,10 @@ def verify_checkpoint(
     """Check a converted checkpoint.
 
     Without the source: checksums of all files, agreement of manifest, index, configuration and file headers, complete
-    coverage of every weight, and finite values, of which others are only noted with `on_nonfinite` ``"keep"``. With it
-    also: the source's own checksums, and for `probes` layers chosen by `seed` (of experts one in each; 0: every expert
-    of every layer) the stored matrices and the layer's output for random inputs. What is wrong with the conversion is
-    no exception: it is in the report. `progress` is called with bytes done and bytes in all.
+    coverage of every weight, and finite values. Others are only noted with `on_nonfinite` ``"keep"``. With it also: the
+    source's own checksums, and the stored matrices and outputs for random inputs of `probes` layers that `seed`
+    chooses. Of experts that is one in each layer, for 0 every expert of every layer. What is wrong with the conversion
+    is no exception: it is in the report. `progress` is called with bytes done and bytes in all.
     """
     check_conversion(converted, "verify")
     if source is not None:

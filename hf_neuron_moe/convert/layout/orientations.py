@@ -205,8 +205,8 @@ def _pad_rule(weight: FusedWeight, options: ConvertOptions) -> PadRule | None:
     if weight.has_experts and not options.quantized:  # ``moe_cte``: H in 512s; ``blockwise_mm_bwd``: I in 32s, 2 cores
         return lambda axis, size: _up(size, TILE if axis == "H" else 2 * MX_BLOCK)
     if options.swizzled and (_is_quantized(weight, options) or not options.quantized):
-        # MLP kernels with prepared weights: 128s, but not 384, which the forward kernel takes as one tile when it
-        # quantizes an operand itself, while a prepared one has tiles of 256 and 128: the two cannot be multiplied
+        # MLP kernels with prepared weights: 128s, but not 384. The forward kernel takes 384 as one tile when it
+        # quantizes an operand itself, while a prepared one has tiles of 256 and 128. The two cannot be multiplied
         # (nki-library 2.30 ``mlp_fwd_mxfp8``).
         return lambda axis, size: TILE if _up(size, PARTITIONS) == 384 else _up(size, PARTITIONS)
     return lambda axis, size: _up(size, PARTITIONS)  # MLP kernels: 128s

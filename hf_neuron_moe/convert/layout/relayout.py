@@ -102,7 +102,7 @@ def store(
     :func:`read_bytes` and chunks of a few megabytes are held. May run in several threads with a `scratch` each.
 
     `forms` are those of :func:`stored_forms` for one rank. NaN and infinity in the source are an error with
-    `on_nonfinite` ``"error"``; `nonfinite` is raised, per source tensor, by the number of those that were kept, and
+    `on_nonfinite` ``"error"``. `nonfinite` is raised, per source tensor, by the number of those that were kept, and
     `rounded` by the number of values that bf16 does not hold bit for bit.
     """
     part, view = forms[0].part, _view_of(forms[0].layout, weight.has_experts)

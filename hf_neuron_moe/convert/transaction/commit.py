@@ -100,7 +100,7 @@ def held(home: Path, destination: Path, *, shared: bool = False) -> Iterator[Non
 def _entered(home: Path, destination: Path, shared: bool, stack: ExitStack) -> bool:
     """Make the partial folder if need be, open it for the time of `stack`, and lock it.
 
-    Returns False where its owner finished and removed it between opening and locking: a lock on the removed folder
+    Returns False where its owner finished and removed it between opening and locking. A lock on the removed folder
     keeps nobody out of one that a third process may have made of the same name.
     """
     with suppress(FileExistsError):

@@ -69,8 +69,8 @@ def mlp_backward_mxfp8(
 
     * output_grad, hidden_states: bf16 ``[S, H]``; gate_up_weights: bf16 ``[2I, H]``, gate rows first;
       down_proj_weight: bf16 ``[H, I]``; the checkpoints: bf16 ``[S, I]``. S, H and I are multiples of 128.
-    * release: ``"2.31"`` (and later) contracts dX over gate and up as one axis of 2I; ``"2.30"`` over each I, which
-      groups other values unless I is a multiple of 512, and groups a contraction of exactly 384 as one tile.
+    * release: ``"2.31"`` (and later) contracts dX over gate and up as one axis of 2I. ``"2.30"`` does so over each I,
+      which groups other values unless I is a multiple of 512. It also groups a contraction of exactly 384 as one tile.
     * Release 2.31 only: pre-quantized operands with scales, use_scale_packing, clamp_limits and matmul_config, as in
       :func:`mlp_backward_mxfp8_nki`. Release 2.30's are in ``mlp_backward_mxfp8_nki_2_30``.
     """

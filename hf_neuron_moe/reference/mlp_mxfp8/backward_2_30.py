@@ -1,8 +1,8 @@
 """The MXFP8 MLP backward of nki-library 2.30: transposed operands and scratch buffers come from the caller.
 
 Legend: S tokens, H hidden, I intermediate (which this release calls hidden). Differences to 2.31 that change values:
-phase 2 is one product per half along K = I; phase 4 reads the caller's ``hidden_T`` and nothing else; a raw contraction
-axis of exactly 384 is one tile.
+phase 2 is one product per half along K = I, and phase 4 reads the caller's ``hidden_T`` and nothing else. A raw
+contraction axis of exactly 384 is one tile.
 """
 
 from __future__ import annotations

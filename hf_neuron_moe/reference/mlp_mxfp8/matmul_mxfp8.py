@@ -110,9 +110,9 @@ def matmul_mxfp8(
 ) -> Tensor:  # fmt: skip
     """Return ``lhs @ rhs^T`` ``[M, N]`` of MX operands: fp32 sums, rounded once to output_dtype (bf16 or fp32).
 
-    An operand is a TensorDescriptor, or data with its scales (in a tuple or as the argument), or a bf16 tensor:
-    pre-swizzled ``[K/4, 4F]`` by default, raw ``[F, K]`` with ``*_is_swizzled=False``, raw ``[K, F]`` (F a multiple of
-    512) with ``*_is_f_by_k=False`` as well. Both operands have any mode.
+    An operand is a TensorDescriptor, or data with its scales (in a tuple or as the argument), or a bf16 tensor. The
+    last is pre-swizzled ``[K/4, 4F]`` by default, raw ``[F, K]`` with ``*_is_swizzled=False``, raw ``[K, F]`` (F a
+    multiple of 512) with ``*_is_f_by_k=False`` as well. Both operands have any mode.
 
     * TILES_IN_BLOCK_*, tile shapes ``(tile_k, tile_m)`` and ``(tile_k, tile_n)``: None is chosen automatically.
     * use_scale_packing: given scales must be packed.

@@ -1,8 +1,8 @@
 """Products of MX operands, tile by tile: fp32 GEMMs of exact MX values.
 
-Letters: M rows of the result (F of the left operand), N columns (F of the right one), K contraction axis, never cut:
-every sum is one fp32 GEMM, and operands are held in fp32 only for one tile. With a `walk` the same values are summed as
-:mod:`~hf_neuron_moe.reference.mlp_mxfp8.tile_walk` says.
+Letters: M rows of the result (F of the left operand), N columns (F of the right one), K contraction axis. K is never
+cut: every sum is one fp32 GEMM, and operands are held in fp32 only for one tile. With a `walk` the same values are
+summed as :mod:`~hf_neuron_moe.reference.mlp_mxfp8.tile_walk` says.
 """
 
 from __future__ import annotations

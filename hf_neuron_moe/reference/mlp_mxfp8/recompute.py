@@ -124,8 +124,8 @@ def recompute_missing(
     """Add the missing :data:`CHECKPOINTS` to `found`: projections first, then gate_act, then the intermediate.
 
     `found` also has `hidden_states` and `gate_up_weights`, which are read only if a projection is missing. What is
-    recomputed goes to `buffers`, or is allocated; a kept projection is recomputed into its buffer, where it has one,
-    as on the device, and used as it was kept.
+    recomputed goes to `buffers`, or is allocated. A saved projection is recomputed into its buffer, where it has one,
+    as on the device. It is used as it was saved.
     """
     hidden, gate_up, bf16 = found["hidden_states"], found["gate_up_weights"], torch.bfloat16
     shape = (hidden.logical_shape[1], gate_up.logical_shape[1] // 2)

@@ -1,11 +1,14 @@
 """The documented functions as data, one TOML file per family; rules, docs/kernels.md and tests are made from it.
 
-A family's file holds: title, intro, `document` (the upstream page), `source`; ``[arguments]`` and ``[[function]]`` with
-each argument's support, shape, dtypes, note and the release that brought it; ``[function.kernel]``, the signature of a
-direct kernel of ``moe_cte`` as far as it is its own; ``[[constraint]]``, bounds that the page states (column
-"documented") or that the kernels need (column "kernel"); ``[[unsupported]]``, documented values that are errors here,
-with the reason; ``[[fault]]``, known faults of the kernels. ``release_2_30.json`` and ``release_2_33.json`` hold the
-documented signatures.
+A family's file holds title, intro, `document` (the upstream page), `source`, and:
+
+* ``[arguments]`` and ``[[function]]``: each argument's support, shape, dtypes, note and the release that brought it;
+* ``[function.kernel]``: the signature of a direct kernel of ``moe_cte`` as far as it is its own;
+* ``[[constraint]]``: bounds that the page states (column "documented") or that the kernels need (column "kernel");
+* ``[[unsupported]]``: documented values that are errors here, with the reason;
+* ``[[fault]]``: known faults of the kernels.
+
+``release_2_30.json`` and ``release_2_33.json`` hold the documented signatures.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _FORMS = {
     "mxfp8": (8e-2, 2e-2, 4e-4),
     "fp32": (4e-4, 1e-4, 2e-6),
 }
-"""By precision: relative errors that are wrong however long they last, of one row and of the median row, and what a
+"""By precision: relative errors that are wrong however long they last, of one row and of the median row. Then what a
 band adds to the median rows that it has seen. One row has more, since one value at the border of two codes may be
 rounded to the other side."""
 

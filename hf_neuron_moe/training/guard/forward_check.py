@@ -75,7 +75,7 @@ def check_forward(call: Call, seen: OpCall, generator: torch.Generator, suspicio
     """Return what was found of a forward, in the order in which it is computed.
 
     A row of the output that is farther off than `suspicious` is computed once more by the backend with gate and up
-    saved, where they were not, to tell the products apart.
+    saved, where they were not. That tells the products apart.
     """
     out_TH, pre = seen.results[0], saved_pre(seen)
     coarse = coarse_forward(call, out_TH, pre)

@@ -172,9 +172,10 @@ Wrong = tuple[Finding, str, float | None, float | None]
 def blamed(wrong: Sequence[Wrong], *, routed: bool) -> Iterator[tuple[Finding, str, float | None, float | None, str]]:
     """Yield what is wrong with the product that made it so.
 
-    If the gradients of the input and of gate_up's weights are wrong together, something before both of them is: the
-    gradient of the intermediate if both projections' are, or the derivative of the gate if only one's is. Where there
-    are gradients of routing weights (`routed`), they read that of the intermediate, and say which of the two it is.
+    If the gradients of the input and of gate_up's weights are wrong together, something before both of them is. It is
+    the gradient of the intermediate if both projections' are, or the derivative of the gate if only one's is. Where
+    there are gradients of routing weights (`routed`), they read that of the intermediate, and say which of the two it
+    is.
     """
     results = {(found.product, found.name) for found, figure, *_ in wrong if figure in _COMPARED}
     weights = results & {_GATE_DW, _UP_DW}

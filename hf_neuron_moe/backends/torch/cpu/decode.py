@@ -48,7 +48,7 @@ def mlp(
 ) -> Tensor | None:
     """Return the dense MLP's output in the dtype of `x_SH`; None where operands or rows ask for the tiled path."""
     if precision == "bf16" and x_SH.dtype is torch.bfloat16 and x_SH.dim() == 2 and x_SH.shape[0] == 1:
-        # What follows below, by as few steps as possible: after all those weights the functions themselves come from
+        # What follows below, by as few steps as possible. After all those weights the functions themselves come from
         # memory again, which at one row takes a few percent of the time. Rounding into gate spares allocating.
         try:
             gate_1I, up_1I = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)

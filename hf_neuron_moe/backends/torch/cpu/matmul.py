@@ -41,8 +41,8 @@ class OneDNNRule:
     rows: int  # least M, so that bringing a `right` with gaps together, which oneDNN asks for, costs little
     columns: int  # least N for which a `left` that is not contiguous is worth copying, for the same reason
     every_shape: bool
-    """False leaves out shapes for which a `right` that lies row by row may be slow: with AVX2 0.6 to 1.1 of MKL's speed
-    where K is large and N no power of two."""
+    """False leaves out shapes for which a `right` that lies row by row may be slow. With AVX2 they have 0.6 to 1.1 of
+    MKL's speed where K is large and N no power of two."""
 
     def takes(self, rows: int, inner: int, columns: int, *, straight: bool = True) -> bool:
         """Whether oneDNN gets ``[rows, inner] @ [inner, columns]``.
@@ -137,8 +137,8 @@ def linear_into(out_RF: Tensor, x_RK: Tensor, weight_FK: Tensor) -> None:
 def linear_of_few(x_RK: Tensor, weight_FK: Tensor) -> Tensor | None:
     """Return ``x W^T`` of a few fp32 rows, in any order of memory, by what is faster than torch's choice; else None.
 
-    Where reading the weight is most of the time, oneDNN reads it faster than MKL's products with a vector, and MKL's
-    product with the weight on the left faster than with it on the right (2 to 4 columns).
+    Where reading the weight is most of the time, oneDNN reads it faster than MKL's products with a vector. MKL's
+    product with the weight on the left is faster than with it on the right (2 to 4 columns).
     """
     rows, size = len(x_RK), weight_FK.numel()
     if rows > FEW_TOKENS or size < SMALL_WEIGHT or not weight_FK.is_contiguous():
