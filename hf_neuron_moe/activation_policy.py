@@ -196,7 +196,7 @@ BlockActivations = str | ActivationPolicy
 """What one block has: a preset's name, or a policy without exceptions."""
 
 
-def as_activations(value: Any) -> Activations:
+def as_activations(value: object) -> Activations:
     """Read every form that ``NeuronMoEConfig(activations=...)`` takes.
 
     That is a policy, a budget, the mapping of one, or a string: a preset's name, names of checkpoints joined by ``+``,
@@ -308,7 +308,7 @@ def _name(policy: BlockActivations) -> str:
     return policy if isinstance(policy, str) else policy.name
 
 
-def _checked_keep(keep: Any) -> str | tuple[str, ...]:
+def _checked_keep(keep: object) -> str | tuple[str, ...]:
     if isinstance(keep, str) and keep in PRESETS:
         return keep
     if isinstance(keep, str) or not isinstance(keep, list | tuple | set | frozenset):

@@ -287,7 +287,7 @@ def known_names(where: str, options: Sequence[str] = ()) -> Callable[[Callable[P
     return decorate
 
 
-def _unknown(where: str, name: str, value: Any, known: list[str], options: Sequence[str]) -> ConfigError:
+def _unknown(where: str, name: str, value: object, known: list[str], options: Sequence[str]) -> ConfigError:
     shown = [option for option in known if option not in ("self", "model")]
     hint = nearest(name, [*shown, *options])
     if name in options:

@@ -74,7 +74,7 @@ Precision = str | PrecisionMap
 """One precision for all blocks, or a map."""
 
 
-def as_precision(value: Any, allowed: tuple[str, ...]) -> Precision:
+def as_precision(value: object, allowed: tuple[str, ...]) -> Precision:
     """Check every form that an option ``precision`` takes, and return it; a map of one entry is that precision."""
     if not isinstance(value, Mapping):
         return _checked("precision", value, allowed)
@@ -115,7 +115,7 @@ def _is_of_product(glob: str) -> bool:
     return glob.rpartition(".")[2] in PRODUCTS
 
 
-def _checked(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+def _checked(argument: str, value: object, allowed: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in allowed:
         return value
     name = str(value).lower().removeprefix("torch.")  # a dtype's name

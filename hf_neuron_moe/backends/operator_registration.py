@@ -68,7 +68,7 @@ def operator(name: str, traced_into: Callable[[str], bool]) -> Callable[[Callabl
     return register
 
 
-def body_of(op: Any) -> Callable[..., Any]:
+def body_of(op: object) -> Callable[..., Any]:
     """Return the function that :func:`operator` made `op` of: what a compiler traces into."""
     return _bodies[id(op)]
 

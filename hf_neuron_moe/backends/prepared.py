@@ -52,7 +52,7 @@ class PreparedWeights:
         self._lock = threading.RLock()  # held while the table is changed or walked; looking one copy up needs none
         own = weakref.ref(self)
 
-        def after_step(*_: Any) -> None:
+        def after_step(*_: object) -> None:
             cache = own()
             if cache is not None:
                 cache.clear()

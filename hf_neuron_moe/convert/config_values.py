@@ -101,7 +101,7 @@ def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
             yield Wrong(place, f"at most {limit:,}{room.reason}", str(int(value)))
 
 
-def _own_family(architectures: Any) -> str:
+def _own_family(architectures: object) -> str:
     """Say which model type has the class that a checkpoint of another type names, as Kimi-K2 names DeepSeek-V3's."""
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     families = [family for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == named]
@@ -109,7 +109,7 @@ def _own_family(architectures: Any) -> str:
     return fix if len(families) == 1 else ""
 
 
-def _values(content: Any, place: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
+def _values(content: object, place: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield place, key and value of everything in parsed JSON that is no object; entries of a list have its key."""
     if isinstance(content, dict):
         for key, value in content.items():

@@ -183,7 +183,7 @@ def _check_orphans(source: SourceCheckpoint, encodings: Mapping[str, Encoding], 
             raise ConversionError.about(f"{tensor.file}: {name}", "the scales of codes", "scales without codes", fix)
 
 
-def _check_plain(encodings: Mapping[str, Encoding], listed: Any, path: Path) -> None:
+def _check_plain(encodings: Mapping[str, Encoding], listed: object, path: Path) -> None:
     """Hold ``modules_to_not_convert``: what it names is stored as it is."""
     if listed is not None and not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         fix = "Take config.json from where the weights came from."

@@ -95,7 +95,7 @@ def _quantized(gate_up: Tensor, down: Tensor) -> tuple[Values, tuple[MXLayout, .
     return tuple(tensor for each in words for tensor in (each.words, each.scales)), layouts
 
 
-def tell(need: str, event: str, **facts: Any) -> None:
+def tell(need: str, event: str, **facts: object) -> None:
     """Print an event of a kernel."""
     sys.stdout.write(f"\n{smoke.MARK}{json.dumps({'need': need, 'event': event, **facts})}\n")
     sys.stdout.flush()

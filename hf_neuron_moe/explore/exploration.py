@@ -142,7 +142,7 @@ def standard_error(values: list[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """Return plain values with None for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}

@@ -167,7 +167,7 @@ def _norm_and_readers(model: nn.Module, name: str, row_L: Tensor) -> tuple[str, 
     handles = []
 
     def produced(path: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, output: object) -> None:
             if isinstance(output, Tensor):
                 outputs[output.untyped_storage().data_ptr()] = path, output
 

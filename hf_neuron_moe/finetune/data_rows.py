@@ -172,6 +172,6 @@ def _is_filled(answer: str | Sequence[Mapping[str, Any]]) -> bool:
     return bool(answer.strip()) if isinstance(answer, str) else any(map(_has_content, answer))
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value with its type, cut to what a line has room for."""
     return "null" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

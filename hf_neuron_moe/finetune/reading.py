@@ -222,7 +222,7 @@ def _unknown(key: str, method: str) -> ConfigError:
     return ConfigError.about("key", "an option that `hf-neuron-moe train --list-keys` shows", repr(key), fix)
 
 
-def _kinds(hint: Any) -> set[Any]:
+def _kinds(hint: object) -> set[Any]:
     """The classes that a field takes by its annotation; the parser keeps only one of several."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return {get_origin(part) or part for part in parts}

@@ -14,7 +14,7 @@ from hf_neuron_moe.training.arguments import NeuronMoEArguments
 DTYPES = ("auto", "float32", "bfloat16")
 
 
-def _option(default: Any, meaning: str) -> Any:
+def _option(default: object, meaning: str) -> Any:
     return field(default=default, metadata=_help(meaning))
 
 

@@ -28,7 +28,7 @@ class _OwnCard:
 
     options: Options | None = None
 
-    def create_model_card(self: Any, *_: Any, **__: Any) -> None:
+    def create_model_card(self: Any, *_: object, **__: object) -> None:
         """Write ``README.md`` into the output folder."""
         if self.options is not None and self.is_world_process_zero():
             text = card_of(self, self.options)

@@ -18,7 +18,7 @@ class Watch:
     that would show it are looked up once; a layer keeps its hook dictionaries for life.
     """
 
-    def __init__(self, parent: nn.Module, roles: DenseRoles, activation: Any, backend: str) -> None:
+    def __init__(self, parent: nn.Module, roles: DenseRoles, activation: object, backend: str) -> None:
         self.layers = []
         watched = [activation] if isinstance(activation, nn.Module) else []
         for name in roles.linears:

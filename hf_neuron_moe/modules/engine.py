@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class Installed(NamedTuple):
     """A forward that the engine installed around a module's own."""
 
     style: Any  # the engine's object that installed it, a row of ``ALL_PARALLEL_STYLES``
-    mesh: Any  # the processes that share the module
+    mesh: DeviceMesh  # the processes that share the module
     experts: Any = None  # the ``EPImplementation`` that brings experts their tokens
 
     @property
@@ -57,7 +58,7 @@ def installed(module: nn.Module) -> Installed | None:
     return found if getattr(inner, "__func__", None) is type(module).forward else None
 
 
-def style_name(style: Any) -> str:
+def style_name(style: object) -> str:
     """Return the name under which the engine knows a style, or that of its class."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
@@ -116,7 +117,7 @@ def axis_parts(parameter: Any, axis: int) -> tuple[int, int]:
     return parts, index
 
 
-def _names(mesh: Any) -> tuple[str, ...]:
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     """Names of the axes of a mesh; accelerate's have none."""
     return mesh.mesh_dim_names or ("",) * mesh.ndim
 
@@ -135,7 +136,7 @@ def uneven(inner: int, parts: int) -> str:
     return f"its intermediate size {inner} is no multiple of tp_size={parts} (sizes that fit: {sizes})"
 
 
-def group_of(mesh: Any) -> torch.distributed.ProcessGroup:
+def group_of(mesh: DeviceMesh) -> torch.distributed.ProcessGroup:
     """Return the processes that share a tensor-parallel module."""
     found: torch.distributed.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     return found

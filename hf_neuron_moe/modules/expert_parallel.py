@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_neuron_moe.modules.collectives import exchange, exchanged, sum_rows
 
@@ -40,7 +41,7 @@ def register_expert_parallel() -> str | None:
     return NAME
 
 
-def implementation_for(present: Any) -> str | None:
+def implementation_for(present: object) -> str | None:
     """Return the name of the implementation that gives experts what `present` does not: their affinities.
 
     Where all processes of a group have the same tokens, transformers' all-reduce hands them over. It is taken for
@@ -55,7 +56,7 @@ def implementation_for(present: Any) -> str | None:
     return register_expert_parallel()
 
 
-def unsupported_reason_of_exchange(present: Any) -> str | None:
+def unsupported_reason_of_exchange(present: object) -> str | None:
     """Return why experts behind an implementation cannot be patched, or None."""
     from transformers.distributed import expert_parallel as engine
 
@@ -96,7 +97,7 @@ def dispatched(engine: Any, x_TH: Tensor, ids_TK: Tensor, weight_TK: Tensor) -> 
     return y_TH if engine.tp_mesh.size() == 1 else _all_rows(y_TH, tokens, engine.tp_mesh)
 
 
-def _own_rows(tensor: Tensor, mesh: Any) -> Tensor:
+def _own_rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """This process's rows of what all have; the gradient is that of all rows."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -105,7 +106,7 @@ def _own_rows(tensor: Tensor, mesh: Any) -> Tensor:
     return own
 
 
-def _all_rows(tensor: Tensor, rows: int, mesh: Any) -> Tensor:
+def _all_rows(tensor: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
     """All processes' rows."""
     from torch.distributed.tensor import DTensor, Shard
 

@@ -232,7 +232,7 @@ class _Frame:
         self.reader.activation = self.path + attr
         return found
 
-    def activate(self, called: Any, x: Expression, node: ast.expr) -> Expression:
+    def activate(self, called: object, x: Expression, node: ast.expr) -> Expression:
         gate = gate_of(called)
         if gate is None:
             raise UnknownForm(_unknown_activation(called))
@@ -250,7 +250,7 @@ class _Frame:
         return getattr(self.resolve(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
 
 
-def _unknown_activation(called: Any) -> str:
+def _unknown_activation(called: object) -> str:
     return f"its activation is {describe_activation(called)}, the kernels have {supported_activations()}"
 
 

@@ -298,7 +298,7 @@ def _(
 
 
 @public("backward of a patched block")
-def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
+def _refuse_second_derivative(ctx: Any, *grads: object) -> Any:
     expected = "differentiated at most once: the kernels have no second derivative"
     got = "a request for gradients of its gradients (create_graph=True and then another backward)"
     fix = "Unpatch the model for a gradient penalty, a Hessian and the like, or pass exclude=[...]."

@@ -37,7 +37,7 @@ def passes_by(parent: nn.Module, block: nn.Module) -> bool:
         return False
     kind, names = type(parent), {attr for attr, child in parent._modules.items() if child is block}
 
-    def behind(here: Any) -> list[Any]:
+    def behind(here: object) -> list[Any]:
         if not isinstance(here, FunctionType):
             return _behind(here)
         words = set(_words(here.__code__))
@@ -50,7 +50,7 @@ def passes_by(parent: nn.Module, block: nn.Module) -> bool:
     )
 
 
-def _reached(start: Any, behind: Callable[[Any], list[Any]]) -> Iterator[Any]:
+def _reached(start: object, behind: Callable[[Any], list[Any]]) -> Iterator[Any]:
     """Yield `start` and what lies behind it, every object once."""
     pending, seen = [start], set[int]()
     while pending:
@@ -67,7 +67,7 @@ def _words(code: CodeType) -> list[str]:
     return [*code.co_names, *(each for each in code.co_consts if isinstance(each, str)), *inner]
 
 
-def _behind(function: Any) -> list[Any]:
+def _behind(function: object) -> list[Any]:
     """What `function` may call; modules are not entered, whose forward may be anything."""
     match function:
         case MethodType():
@@ -106,7 +106,7 @@ def check_own_forward(block: nn.Module, name: str) -> bool:
     return True
 
 
-def described(forward: Any) -> str:
+def described(forward: object) -> str:
     """Return module and name of a function."""
     function = getattr(forward, "__func__", forward)
     kind = type(function)

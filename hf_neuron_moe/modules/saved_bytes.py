@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep, saved_up_columns
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.base import Backend
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.config import DEFAULT_BACKEND
@@ -72,7 +73,7 @@ def saved_bytes_per_call(shape: SavedBlock, keep: str) -> float:
 
 
 @functools.cache
-def _line(backend: Any, shape: SavedBlock, keep: str) -> tuple[float, float]:
+def _line(backend: Backend, shape: SavedBlock, keep: str) -> tuple[float, float]:
     """Bytes per token and per call, of calls whose tokens fill whole tiles and an even number of whole blocks.
 
     What the kernels keep depends on their release, so the backend is part of the question.

@@ -36,7 +36,7 @@ def _named_classes(*names: str) -> set[Any]:
     return {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
 
 
-def _is_silu(activation: Any) -> bool:
+def _is_silu(activation: object) -> bool:
     return activation is F.silu or type(activation) in {nn.SiLU, *_named_classes("silu", "swish")}
 
 
@@ -64,11 +64,11 @@ def _is_gelu_tanh(activation: Any) -> bool:
     return type(activation) in _named_classes("gelu_new", "gelu_fast")
 
 
-def _is_squared_relu(activation: Any) -> bool:
+def _is_squared_relu(activation: object) -> bool:
     return type(activation) in _named_classes("relu2")
 
 
-def _is_quick_gelu(activation: Any) -> bool:
+def _is_quick_gelu(activation: object) -> bool:
     return type(activation) in _named_classes("quick_gelu")
 
 
@@ -103,18 +103,18 @@ ACTIVATIONS: dict[str, Recognized] = {
 """By the names of the rows."""
 
 
-def act_of(activation: Any) -> str | None:
+def act_of(activation: object) -> str | None:
     """Return the name of the row with this activation, or None where no row matches."""
     return next((name for name, row in ACTIVATIONS.items() if row.matches(activation)), None)
 
 
-def gate_of(activation: Any) -> Gate | None:
+def gate_of(activation: object) -> Gate | None:
     """Return ``activation(gate) * up`` as a gate, or None where no row matches."""
     name = act_of(activation)
     return None if name is None else Gate(name, ACTIVATIONS[name].alpha)
 
 
-def unsupported_activation(activation: Any, act: str | None = None) -> str | None:
+def unsupported_activation(activation: object, act: str | None = None) -> str | None:
     """Return what `activation` is, if no row has it (or not `act`'s) or it has a forward of its own; else None."""
     if isinstance(activation, nn.Module) and "forward" in activation.__dict__:
         return f"{with_article(type(activation).__name__)} whose forward is overridden on the instance"
@@ -128,12 +128,12 @@ def supported_activations() -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def describe_activation(activation: Any) -> str:
+def describe_activation(activation: object) -> str:
     """Return a short name of an activation module or function."""
     return getattr(activation, "__name__", type(activation).__name__)
 
 
-def is_inert(value: Any) -> bool:
+def is_inert(value: object) -> bool:
     """Return whether an attribute is a dropout of 0, as a module without hooks or as a probability."""
     if isinstance(value, nn.Module):
         inert = type(value) is nn.Identity or (type(value) is nn.Dropout and value.p == 0)

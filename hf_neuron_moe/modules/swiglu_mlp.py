@@ -135,7 +135,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         weights = [layer.weight if replica else layer._parameters["weight"] for layer in layers]
         return ffn_weights(roles, weights, [layer.bias for layer in layers] if roles.biased else [None] * len(layers))
 
-    def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *unused: object, **unused_by_name: object) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
         if unused or unused_by_name:
             self._check_arguments(unused, unused_by_name)

@@ -78,7 +78,7 @@ def patch_model(
 
 
 def _planned(
-    model: Any, config: Any, include: Any, exclude: Any, strict: Any
+    model: Any, config: object, include: object, exclude: object, strict: object
 ) -> tuple[nn.Module, list[PlanItem], PatchState]:
     """Decide about every block, changing nothing; the plan is empty where the model is as asked for already."""
     request = (as_config(config), _globs("include", include), _globs("exclude", exclude))
@@ -135,7 +135,7 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     return report
 
 
-def as_config(config: Any) -> NeuronMoEConfig:
+def as_config(config: object) -> NeuronMoEConfig:
     """Return the options that were given in one of the ways that patch_model takes them."""
     if isinstance(config, NeuronMoEConfig):
         return config
@@ -144,7 +144,7 @@ def as_config(config: Any) -> NeuronMoEConfig:
     raise _bad_option("config", "a NeuronMoEConfig, a mapping of its options or None", config)
 
 
-def _globs(argument: str, value: Any) -> tuple[str, ...]:
+def _globs(argument: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     globs = (value,) if isinstance(value, str) else value

@@ -154,7 +154,7 @@ def _top_ks(model: nn.Module, experts: set[int]) -> dict[int, int]:
     return found
 
 
-def _stated_top_k(holder: Any) -> int | None:
+def _stated_top_k(holder: object) -> int | None:
     values = (getattr(holder, name, None) for name in _TOP_K)
     return next((value for value in values if type(value) is int and value > 0), None)
 

@@ -99,7 +99,7 @@ class _Deciding(TorchFunctionMode):
         self.decisions = decisions
         self.stats = stats
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _DECISIONS.get(func)
         if kind is None or torch.compiler.is_compiling():

@@ -278,7 +278,7 @@ class Reader:
                         return self.grid(value, "half", place)
         return None
 
-    def grid(self, value: ast.expr, kind: str, place: Any) -> Expression | None:
+    def grid(self, value: ast.expr, kind: str, place: object) -> Expression | None:
         """One of the two rows (halves) or columns (stripes) of an unflattened tensor."""
         whole = bare(self.evaluate(value))
         return (kind, whole[2], place) if whole[:2] == ("grid", kind) else None

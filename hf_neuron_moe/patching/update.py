@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ from hf_neuron_moe.patching.preconditions import check_called, unsupported
 
 @one_at_a_time
 @public
-def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
+def set_activations(model: nn.Module, activations: object) -> dict[str, str]:
     """Change what the blocks of a patched or loaded model keep for backward; return each block's policy by its name.
 
     The way to choose a policy for blocks with frozen MX weights, which come patched. The report that ``patch_model``

@@ -43,7 +43,7 @@ class NeuronMoEQuantizer(HfQuantizer):
             raise UnsupportedModelError.about("quantization_config", expected, got, fix)
 
     @public("from_pretrained")
-    def update_device_map(self, device_map: Any) -> Any:
+    def update_device_map(self, device_map: object) -> Any:
         """Raise for places that the blocks cannot be in."""
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in places or (self.quantization_config.dequantize and len(places) > 1):
@@ -65,7 +65,7 @@ class NeuronMoEQuantizer(HfQuantizer):
         config.transformers_weights = INDEX_OUT
         return config
 
-    def update_tp_plan(self, config: Any) -> Any:
+    def update_tp_plan(self, config: object) -> Any:
         """Do the same where transformers (before 5.23) has no other hook that sees the configuration."""
         return self.update_attn_implementation(config)
 

@@ -71,7 +71,7 @@ class Reading:
 def hidden(module: nn.Module, names: Collection[str]) -> Any:
     """Take tensors out of the sight of transformers' loader; the handle's ``remove`` brings them back."""
 
-    def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def hide(_: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
         for name in names:
             state.pop(prefix + name, None)
 

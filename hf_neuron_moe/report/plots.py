@@ -12,7 +12,7 @@ which reads tags in names, and by the page's template. NaN and infinity are gaps
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -280,7 +280,7 @@ def scatter_figure(
     return Figure(title, alt, table, data, layout, list(groups) if len(groups) > 1 else ())
 
 
-def _curve(index: int, name: str, points: Any) -> dict[str, Any]:
+def _curve(index: int, name: str, points: Iterable[tuple[float, float]]) -> dict[str, Any]:
     """What all traces of one key have in common."""
     placed = [(finite(across), finite(up)) for across, up in points]
     return {

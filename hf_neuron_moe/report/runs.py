@@ -202,7 +202,7 @@ def kib(nbytes: float | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 1024:,.2f}"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 

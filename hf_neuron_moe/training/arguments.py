@@ -28,7 +28,7 @@ def _with_known_names(cls: Class) -> Class:
     return cls
 
 
-def _field(default: Any, meaning: str) -> Any:
+def _field(default: object, meaning: str) -> Any:
     return field(default=default, metadata={"help": meaning})
 
 

@@ -236,7 +236,7 @@ class BlockCalls(TorchDispatchMode):
         self.names = {_down(block).untyped_storage().data_ptr(): name for name, block in patched_blocks(model).items()}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Look at an operation, and do it."""
         read = _READERS.get(func.name())

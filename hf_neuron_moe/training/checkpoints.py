@@ -56,7 +56,7 @@ class SafeCheckpointMixin(ShardedCheckpointMixin):
             self._check_finite("save_model")
         super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         self._check_finite("save_model")
         run = self._get_output_dir(trial=trial)
         folder = Path(run) / f"checkpoint-{self.state.global_step}"

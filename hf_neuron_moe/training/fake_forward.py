@@ -181,10 +181,10 @@ class _Ledger:
         self._note({other[ref]: size for ref, size in saved.items() if other[ref] not in self.owned})
         self._in_blocks |= {other[ref] for ref in saved if ref in self._in_blocks}
 
-    def _enter_block(self, *_: Any) -> None:
+    def _enter_block(self, *_: object) -> None:
         self._block_depth += 1
 
-    def _leave_block(self, *_: Any) -> None:
+    def _leave_block(self, *_: object) -> None:
         self._block_depth -= 1
 
     def _enter_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class _Ledger:
             self._calls.append(_LayerCall(self._outside | given))
             self._outside = {}
 
-    def _leave_layer(self, *_: Any) -> None:
+    def _leave_layer(self, *_: object) -> None:
         self._layer_depth -= 1
 
 
@@ -210,7 +210,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class _GroupedProductsOfAnyDtype(TorchFunctionMode):
     """Lets the stock experts' grouped product run by shape in every dtype; torch knows its shapes in bf16 only."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
             rows_RK, weights_EKN = args[0], args[1]
             return rows_RK @ weights_EKN[0]  # of the same shape, and it saves the same two storages

@@ -175,7 +175,7 @@ class TrainingMonitor:
             self.tokens.add_(tokens.to(self.device) if isinstance(tokens, Tensor) else tokens)
             self.positions.add_(positions)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self.inside:
             self.inside -= 1
 

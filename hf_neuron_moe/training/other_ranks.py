@@ -74,10 +74,10 @@ class Routing(TorchFunctionMode):
         sent = _parts(tokens * -(-K // experts), ranks) if self._worst else [round(tokens * (1 - without))] * ranks
         self._rows = [*sent, *([tokens] * ranks if self._worst else sent)]
 
-    def _forget(self, *_: Any) -> None:
+    def _forget(self, *_: object) -> None:
         self._asked = self._rows = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.nonzero and self._rows:
             self._asked, self._rows = self._rows, []
             rows = sum(self._asked[: self._ep])

@@ -123,7 +123,7 @@ class RepeatedLayers:
         return output
 
 
-def _form(value: Any) -> Hashable:
+def _form(value: object) -> Hashable:
     if not isinstance(value, Tensor):
         return repr(value)
     return type(value), value.shape, value.stride(), value.dtype, value.requires_grad

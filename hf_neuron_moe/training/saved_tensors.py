@@ -129,7 +129,7 @@ class _Meter:
         self.entry.calls += 1
         self.entry.tokens += inputs[0].numel() // inputs[0].shape[-1]
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if not self.running:  # `enter` refused the call, nothing was opened
             return
         inputs, saved, hooks = self.running.pop()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hf_neuron_moe.errors import IncompleteCheckpointError, UnsupportedModelError, public
 from hf_neuron_moe.modules.engine import is_sharded_at_loading
@@ -184,7 +185,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 @contextmanager
-def _without_empty_groups(optimizer: Any) -> Iterator[None]:
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
     """Hide groups without parameters, which Trainers make for adapters and torch cannot load."""
     every = list(optimizer.param_groups)
     optimizer.param_groups[:] = [group for group in every if group["params"]]

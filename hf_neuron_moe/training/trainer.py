@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from transformers import Trainer
 
 from hf_neuron_moe.errors import ConfigError, public
@@ -54,7 +55,7 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
+    def call_model_init(self, trial: object = None) -> nn.Module:
         """Make a model with ``model_init``, and patch it."""
         model: nn.Module = super().call_model_init(trial)
         _patch(model, self.args, None)
@@ -95,7 +96,7 @@ class _TrainerCallback(NeuronMoECallback):
 
 
 @public("NeuronMoETrainer")
-def _patch(model: nn.Module, args: Any, optimizer: Any) -> None:
+def _patch(model: nn.Module, args: object, optimizer: Optimizer | None) -> None:
     options = args if isinstance(args, NeuronMoEArguments) else NeuronMoEArguments()
     if options.neuron_patch and (options is args or not is_patched(model)):
         which: dict[str, Any] = {name: getattr(options, f"neuron_{name}") for name in ("include", "exclude", "strict")}

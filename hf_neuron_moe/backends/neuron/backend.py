@@ -180,7 +180,7 @@ class NeuronBackend(Backend):
         return self._quantized.forward(x_TH, routing, stack), x_TH.new_empty(0), x_TH.new_empty(0)
 
     def quantized_backward(
-        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, *rest: Any
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, *rest: object
     ) -> NoReturn:
         raise _no_quantized_kernel(str(self.quantized_support(stack).reason))
 

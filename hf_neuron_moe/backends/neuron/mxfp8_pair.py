@@ -22,7 +22,7 @@ _ORIENTATION = "gate_up_proj_act_td"
 
 
 def pair_options(
-    function: Any, record: Any, shard_option: str, **for_one_expert: Any
+    function: object, record: object, shard_option: str, **for_one_expert: Any
 ) -> tuple[Any | None, dict[str, Any]]:
     """Return the record in which an installed kernel takes its options, and those that it has.
 

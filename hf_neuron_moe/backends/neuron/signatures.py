@@ -15,7 +15,7 @@ UNKNOWN: Any = inspect.Parameter.empty
 """In the place of a default that is not there or cannot be read."""
 
 
-def signature_of(function: Any) -> inspect.Signature | None:
+def signature_of(function: object) -> inspect.Signature | None:
     """Return the signature of an nkilib function, ``@nki.jit`` or not; None if it hides its arguments."""
     inner = [value for value in getattr(function, "__dict__", {}).values() if inspect.isfunction(value)]
     only = inner if len(inner) == 1 and not inspect.isfunction(function) else []
@@ -26,7 +26,7 @@ def signature_of(function: Any) -> inspect.Signature | None:
     return None
 
 
-def keywords(taker: Any) -> frozenset[str] | None:
+def keywords(taker: object) -> frozenset[str] | None:
     """Return what an nkilib function or record takes by keyword; None if it takes any keyword or does not tell.
 
     A record is a dataclass, a named tuple or a class with an ``__init__``.
@@ -39,7 +39,7 @@ def keywords(taker: Any) -> frozenset[str] | None:
     return frozenset(name for name, found in signature.parameters.items() if found.kind is not found.VAR_POSITIONAL)
 
 
-def field_defaults(kind: Any) -> dict[str, Any] | None:
+def field_defaults(kind: object) -> dict[str, Any] | None:
     """Return the fields of a record of nkilib with their defaults or, of an instance, their values.
 
     There are none for None, a record that does not exist; None if the record does not tell its fields.
@@ -84,5 +84,5 @@ def _signature(candidate: Any) -> inspect.Signature | None:
         return None
 
 
-def _has_kind(signature: inspect.Signature, kind: Any) -> bool:
+def _has_kind(signature: inspect.Signature, kind: object) -> bool:
     return any(found.kind is kind for found in signature.parameters.values())

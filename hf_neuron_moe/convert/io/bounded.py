@@ -77,7 +77,7 @@ def is_natural(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 
-def record(kind: type[RecordT], content: Any) -> RecordT:
+def record(kind: type[RecordT], content: object) -> RecordT:
     """Make a dataclass of parsed JSON; ValueError for unknown fields and for values of other than the declared types.
 
     Types are str, int, bool, None, ``dict[str, ...]``, ``tuple[..., ...]``, other dataclasses and Any.
@@ -102,7 +102,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check_depth(content: Any) -> None:
+def _check_depth(content: object) -> None:
     level: list[Any] = [[content]]
     for _ in range(MAX_DEPTH + 1):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
@@ -112,7 +112,7 @@ def _check_depth(content: Any) -> None:
     raise ValueError("nested too deeply")
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
+def _typed(kind: object, value: object, where: str) -> Any:
     """`value` as an instance of the annotation `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # of one kind and None
@@ -142,5 +142,5 @@ def _built(kind: Any, content: Mapping[str, Any], where: str) -> Any:
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: object) -> dict[str, Any]:
     return get_type_hints(kind)
