@@ -13,7 +13,7 @@ from hf_neuron_moe.activation_policy import (
     check_option_names,
     to_plain,
 )
-from hf_neuron_moe.errors import ConfigError, nearest, public
+from hf_neuron_moe.errors import ConfigError, nearest, not_one_of, public
 from hf_neuron_moe.precision_map import as_precision, precisions_in
 
 QUANT_METHOD = "neuron_moe"
@@ -109,8 +109,7 @@ class NeuronMoEConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                fix = f"Choose one of these.{_hint(name, value, allowed)}"
-                raise ConfigError.about(name, f"one of {', '.join(allowed)}", repr(value), fix)
+                raise not_one_of(name, value, allowed, _hint(name, value, allowed))
         object.__setattr__(self, "activations", as_activations(self.activations))
         kinds = precisions_in(self.precision)  # of a map, patch_model checks each block's own
         check_for_precision(self.activations, "mxfp8" if "mxfp8" in kinds else kinds[0])

@@ -298,8 +298,8 @@ def _unknown(where: str, name: str, value: object, known: list[str], options: Se
     return ConfigError.about("argument name", expected, repr(name), f"Remove or rename it.{hint}").named(where)
 
 
-def not_one_of(argument: str, value: object, known: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not among the `known` ones, with the nearest of them."""
+def not_one_of(argument: str, value: object, known: Iterable[str], hint: str | None = None) -> ConfigError:
+    """Return the error for a name that is not among the `known` ones, with `hint` or the nearest of them."""
     names = list(known)
-    fix = f"Choose one of these.{nearest(str(value), names)}"
-    return ConfigError.about(argument, f"one of {', '.join(names)}", repr(value), fix)
+    hint = nearest(str(value), names) if hint is None else hint
+    return ConfigError.about(argument, f"one of {', '.join(names)}", repr(value), f"Choose one of these.{hint}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_neuron_moe.errors import ConfigError, nearest
+from hf_neuron_moe.errors import ConfigError, nearest, not_one_of
 
 DEFAULT_GLOB = "*"
 """The entry of a map for blocks that none of its other globs matches."""
@@ -122,7 +122,7 @@ def _checked(argument: str, value: object, allowed: tuple[str, ...]) -> str:
     hint = nearest(_SHORT_NAMES.get(name, name), list(allowed))
     if name == "mxfp4" and name not in allowed:
         hint = " mxfp4 is for converted checkpoints only: `hf-neuron-moe convert --precision mxfp4`."
-    raise ConfigError.about(argument, f"one of {', '.join(allowed)}", repr(value), f"Choose one of these.{hint}")
+    raise not_one_of(argument, value, allowed, hint)
 
 
 def read_recipe(path: Path) -> dict[str, str]:

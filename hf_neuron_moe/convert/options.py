@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS as PRECISIONS
-from hf_neuron_moe.errors import ConfigError, known_names, nearest, public
+from hf_neuron_moe.errors import ConfigError, known_names, not_one_of, public
 from hf_neuron_moe.precision_map import PrecisionMap, as_precision, precisions_in
 
 NO_COMPACT_SCALES = "packed or oversized: the MLP kernels take no compact ones"
@@ -61,9 +61,7 @@ class ConvertOptions:
             # Booleans by identity: 1 == True, and neither a count nor a name is a switch.
             if not (value in allowed if isinstance(value, str) else any(value is choice for choice in allowed)):
                 known = [str(choice) for choice in allowed if choice is not None]
-                hint = nearest(value, known) if isinstance(value, str) else ""
-                fix = f"Choose one of these.{hint}"
-                raise ConfigError.about(name, f"one of {', '.join(known)}", repr(value), fix)
+                raise not_one_of(name, value, known, None if isinstance(value, str) else "")
         for name, what, fix in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or value <= 0:

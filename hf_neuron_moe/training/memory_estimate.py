@@ -21,7 +21,7 @@ from hf_neuron_moe.errors import (
     ConfigError,
     NeuronMoEError,
     NothingToPatchError,
-    nearest,
+    not_one_of,
     public,
 )
 from hf_neuron_moe.patching import patch_model, unpatch_model
@@ -276,8 +276,7 @@ def _check(
         expected = f"at most {MOST_TOKENS:,} tokens"
         raise ConfigError.about("batch * length", expected, f"{batch * length:,}", "Take fewer.")
     if optimizer not in OPTIMIZERS:
-        fix = f"Choose one of these.{nearest(str(optimizer), list(OPTIMIZERS))}"
-        raise ConfigError.about("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), fix)
+        raise not_one_of("optimizer", optimizer, OPTIMIZERS)
     if not configs or STOCK in configs:
         expected = f"at least one configuration, none of them named {STOCK!r}"
         fix = "Name the configurations after their policies; the stock model is always estimated too."
