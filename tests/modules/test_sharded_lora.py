@@ -1,4 +1,4 @@
-"""What the first of two processes makes of adapters; tests/training/test_lora_layouts.py runs both."""
+"""What the first of two processes makes of adapters; tests/distributed/test_lora_layouts.py runs both."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two or four processes train, save, merge and load LoRA adapters under every layout, and compare with one process.
 
-    python -m tests.training.lora_driver FOLDER RANK PROCESSES [--all-layouts]
+    python -m tests.distributed.lora_driver FOLDER RANK PROCESSES [--all-layouts]
 
 All run the same cells in one process group. Each writes what it found to FOLDER/rank-N.json, by cell.
 """
@@ -68,6 +68,13 @@ CELLS_OF_FOUR = [
     *(("llama", layout) for layout in ("tp2-fsdp2", "fsdp2-replicate2")),
 ]
 NAMES_OF_FOUR = [f"{family}/{layout}" for family, layout in CELLS_OF_FOUR]
+ALWAYS = [
+    *(f"llama/{layout}" for layout in ("tp2", "fsdp2", "fsdp2-replicate2")),
+    *(f"mixtral/{layout}" for layout in ("tp2", "ep2-fsdp2", "ep2-tp2", "replicate2", "tp2-fsdp2", "ep4")),
+    "qwen2_moe/ep2-tp2",
+    "gpt_oss/ep2-fsdp2",
+]
+"""Of these; ``--all-layouts`` runs the others too."""
 TRAINER = "trainer"
 Rounded = tuple[str, str, str]
 ROUNDED = [
@@ -77,11 +84,10 @@ ROUNDED = [
     if family in ("llama", "mixtral")
 ]
 ROUNDED_OF_FOUR = [("mixtral", layout, precision) for layout in FOUR for precision in ("bf16", "mxfp8")]
-ALWAYS = [
+ALWAYS_ROUNDED = [
     ("llama", "tp2", "mxfp8"),
-    *(("mixtral", layout, "mxfp8") for layout in ("tp2", "fsdp2", "ep2-fsdp2", "ep4", "fsdp2-replicate2")),
+    *(("mixtral", layout, "mxfp8") for layout in ("tp2", "fsdp2", "ep2-fsdp2", "ep4", "tp2-fsdp2")),
 ]
-"""Of these; ``--all-layouts`` runs the others too."""
 REFUSED = "refused"
 CHECKPOINTED = {("llama", "tp2"), ("mixtral", "ep2-tp2")}
 
@@ -282,9 +288,11 @@ def trained(kind: type[Trainer], model: nn.Module, folder: Path, rows: list[dict
 
 def cells(folder: Path, rank: int, processes: int, every: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     for family, layout in CELLS if processes == 2 else CELLS_OF_FOUR:
-        yield f"{family}/{layout}", lambda family=family, layout=layout: cell(family, layout, folder, rank)
+        name = f"{family}/{layout}"
+        if every or name in ALWAYS:
+            yield name, lambda family=family, layout=layout: cell(family, layout, folder, rank)
     for each in ROUNDED if processes == 2 else ROUNDED_OF_FOUR:
-        if every or each in ALWAYS:
+        if every or each in ALWAYS_ROUNDED:
             yield "/".join(each), lambda each=each: rounded_cell(*each, folder, rank)
     yield TRAINER, lambda: trainer_cell("ep2-fsdp2" if processes == 2 else "tp2-fsdp2", folder, rank)
     if processes == 4:

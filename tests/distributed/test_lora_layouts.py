@@ -16,10 +16,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.shared_runs import made_once, shared_folder
-from tests.tiny_models import tokens
-from tests.training.lora_driver import (
+from tests.distributed.lora_driver import (
     ALWAYS,
+    ALWAYS_ROUNDED,
     NAMES,
     NAMES_OF_FOUR,
     REFUSED,
@@ -28,6 +27,8 @@ from tests.training.lora_driver import (
     TRAINER,
     Rounded,
 )
+from tests.shared_runs import made_once, shared_folder
+from tests.tiny_models import tokens
 
 pytestmark = pytest.mark.slow
 ALL = NAMES + NAMES_OF_FOUR
@@ -61,13 +62,15 @@ def found_of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 @pytest.fixture
 def answers(name: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each process found in one cell."""
+    if name not in ALWAYS and not request.config.getoption("--all-layouts"):
+        pytest.skip("--all-layouts runs it")
     return [rank[name] for rank in request.getfixturevalue("found_of_four" if name in NAMES_OF_FOUR else "found")]
 
 
 def launched(folder: Path, processes: int, options: tuple[str, ...]) -> list[dict[str, Any]]:
     """Run all cells in so many processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.training.lora_driver", str(folder)]
+    command = [sys.executable, "-m", "tests.distributed.lora_driver", str(folder)]
     logs = [(folder / f"log-{rank}").open("w+") for rank in range(processes)]
     ranks = [
         subprocess.Popen(
@@ -142,7 +145,7 @@ def test_rounded_blocks_are_as_near_as_their_format(each: Rounded, request: pyte
 
     Where no block is cut, equal tokens on every process give one process's gradients bit for bit.
     """
-    if each not in ALWAYS and not request.config.getoption("--all-layouts"):
+    if each not in ALWAYS_ROUNDED and not request.config.getoption("--all-layouts"):
         pytest.skip("--all-layouts runs it")
     family, layout, _ = each
     for rank in request.getfixturevalue("found_of_four" if each in ROUNDED_OF_FOUR else "found"):
