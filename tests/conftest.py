@@ -44,8 +44,9 @@ hypothesis.settings.register_profile("fresh", _COMMON, derandomize=False, databa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that rewrites tests/messages.json, and the one for every layout over processes."""
+    """Add the option that rewrites tests/messages.json, and those for what whole runs leave out."""
     parser.addoption("--all-layouts", action="store_true", help="run every cell of tests/distributed/cells.py")
+    parser.addoption("--all-cases", action="store_true", help="run what tests/thinned.py leaves out of whole runs")
     parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
 
 
@@ -60,9 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make cases of thinned tests slow."""
-    thin(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Make cases of thinned tests slow, or leave them out."""
+    thin(items, config.getoption("--all-cases"))
 
 
 def pytest_collection_finish() -> None:

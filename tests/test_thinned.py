@@ -29,6 +29,14 @@ def test_the_other_cases_are_slow(a: int, b: int, c: int, request: pytest.Fixtur
     assert a == b and slow == ((a + c) % 3 != 0)
 
 
+@pytest.mark.thinned(4, 2)
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("a", range(4))
+def test_cases_that_whole_runs_leave_out_are_skipped(a: int, b: int, request: pytest.FixtureRequest) -> None:
+    assert (a + b) % 2 == 0 or request.config.getoption("--all-cases")
+    assert (request.node.get_closest_marker("slow") is not None) == ((a + b) % 4 != 0)
+
+
 def test_a_mark_that_loses_a_value_is_an_error(request: pytest.FixtureRequest) -> None:
     def test(a: int) -> None: ...
 

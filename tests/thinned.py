@@ -1,5 +1,7 @@
 """``@pytest.mark.thinned(n)``: one of about n cases of a parametrized test stays fast, the others become slow.
 
+``thinned(n, m)``, where m divides n: one of about m cases is in every whole run, ``--all-cases`` runs the others too.
+
 For tests of a cross product, where a case repeats what its neighbors check. A case stays if the sum of its places on
 the axes is a multiple of n, so that values of two axes still meet where a third axis has n values or more.
 """
@@ -14,8 +16,8 @@ from typing import Any
 import pytest
 
 
-def thin(items: Iterable[pytest.Item]) -> None:
-    """Mark cases of thinned tests slow.
+def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
+    """Mark cases of thinned tests slow, and skip those of whole runs unless `every` case was asked for.
 
     Raises:
         pytest.UsageError: A value of an axis would have no fast case.
@@ -25,11 +27,15 @@ def thin(items: Iterable[pytest.Item]) -> None:
         if mark is None or not isinstance(item, pytest.Function):
             continue
         axes = [_axis(*axis.args) for axis in item.iter_markers("parametrize")]
-        if lost := lost_values(tuple(len(values) for _, values in axes), *mark.args):
+        of_fast, of_whole = (*mark.args, 1)[:2]
+        if lost := lost_values(tuple(len(values) for _, values in axes), of_fast):
             raise pytest.UsageError(f"{item.nodeid}: no case stays fast of (axis, place) {sorted(lost)}")
         params = item.callspec.params
-        if not stays([_place(values, [params[name] for name in names]) for names, values in axes], *mark.args):
+        places = [_place(values, [params[name] for name in names]) for names, values in axes]
+        if not stays(places, of_fast):
             item.add_marker(pytest.mark.slow)
+        if not every and not stays(places, of_whole):
+            item.add_marker(pytest.mark.skip("--all-cases runs it"))
 
 
 def stays(places: Sequence[int], n: int) -> bool:

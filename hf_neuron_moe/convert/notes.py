@@ -37,7 +37,7 @@ def left_notes(left: Left | None) -> list[str]:
     left = left or {}
     return [
         printable(
-            f"{len(names)} {'modules' if len(names) > 1 else 'module'} left in source form "
+            f"{counted(len(names), 'module')} left in source form "
             f"({counted(sum(left[name].tensors for name in names), 'tensor')}, "
             f"{sum(left[name].nbytes for name in names):,} bytes): {spelled}: {reason}"
         )

@@ -129,7 +129,7 @@ class Installation:
         if obstacle is None:
             return ("`hf-neuron-moe verify-device MODEL_DIR --layers 1` compares a block with PyTorch.",)
         if self.others.get("torch") is None:
-            return ("Install this package with what it needs, torch first; pip's --no-deps leaves that out.",)
+            return ("`pip install torch`, then this package without pip's --no-deps, which leaves out what it needs.",)
         if self.machine != _SYSTEM:
             return (f"Go to a Trn2 or Trn3 instance: AWS's packages are for {_SYSTEM}, and this is {self.machine}.",)
         # nkilib also comes with the compiler: where that is still to be installed, it is no step of its own.

@@ -4,20 +4,26 @@ peft makes adapters of experts as whole, ordinary parameters, equal on all proce
 belongs to its own part of a weight and adds the product there. Gradients of whole factors are summed over the
 processes that have the same tokens. The average over all processes, which transformers' Trainer takes of ordinary
 parameters, is then that of the batch.
+
+Of a layer that tensor parallelism cuts, peft cuts one factor likewise. Where FSDP cuts the layer too, it would take the
+sizes from both cuts, and nobody would average that factor's gradients: :func:`size_by_layers` and ``_share`` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.collectives import sum_gradients
-from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, strided, style_name
+from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, local, strided, style_name
 from hf_neuron_moe.modules.in_place import block_of
 from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear
 
@@ -26,6 +32,38 @@ def is_lora_parameter(layer: Any) -> bool:
     """Return whether `layer` is peft's LoRA wrapper of a parameter (``target_parameters``)."""
     kind = type(layer)
     return (kind.__module__, kind.__qualname__) == ("peft.tuners.lora.layer", "ParamWrapper")
+
+
+_sized: WeakSet[nn.Module] = WeakSet()
+"""Layers whose adapters get the sizes of the whole layer."""
+
+
+def size_by_layers(model: nn.Module) -> None:
+    """Let peft take the sizes of adapters from whole layers where a mesh of several axes cuts these.
+
+    From there it cuts a factor by the model's plan. peft 0.21 takes the part that is left by all axes, FSDP's too.
+    """
+    linear: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    layers = [layer for layer in linear if is_sharded(layer.weight) and layer.weight.device_mesh.ndim > 1]
+    if layers and find_spec("peft") is not None:
+        from peft.tuners.lora import layer
+
+        _sized.update(layers)
+        wrapper: Any = layer.Linear
+        wrapper._get_in_out_features = _sizes
+
+
+def release_sizes(model: nn.Module) -> None:
+    """Undo :func:`size_by_layers`."""
+    _sized.difference_update(model.modules())
+
+
+def _sizes(adapter: Any, layer: Any) -> Any:
+    from peft.tuners.lora.layer import LoraLayer
+
+    if layer in _sized:
+        return layer.in_features, layer.out_features
+    return LoraLayer._get_in_out_features(adapter, layer)
 
 
 def prepare_adapters(model: nn.Module) -> None:
@@ -44,6 +82,8 @@ def prepare_adapters(model: nn.Module) -> None:
             for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
                 if is_sharded(factor.weight):  # peft gives the sizes of a part, and the engine reads the whole's
                     factor.out_features, factor.in_features = factor.weight.shape
+                    if is_sharded(layer.base_layer.weight):
+                        _share(factor.weight, layer.base_layer.weight.device_mesh)
             layer.get_delta_weight = MethodType(_delta_weight, layer)
 
 
@@ -66,20 +106,38 @@ def _check_parameter(layer: Any, name: str) -> None:
 
 def _check_linear(layer: Any, name: str) -> None:
     engine, weight = installed(layer.base_layer), layer.base_layer.weight
-    if engine is None:
-        for factor in layer.lora_B.values():
-            if len(factor.weight) != layer.base_layer.out_features:
-                expected = f"one with {layer.base_layer.out_features} outputs, as its layer has"
-                got = f"{len(factor.weight)}, which peft took from this process's part"
-                fix = "Leave it out of target_modules, or shard by fsdp_size without dp_replicate_size."
-                raise UnsupportedModelError.about("the adapter", expected, got, fix).named(name)
-        return
-    style, more = style_name(engine.style), is_sharded(weight) and weight.device_mesh.size() > engine.mesh.size()
-    if style not in ("colwise", "rowwise") or more:
-        expected = "a layer that tensor parallelism alone cuts, colwise or rowwise, as peft can cut its adapters"
+    style = None if engine is None else style_name(engine.style)
+    if style not in (None, "colwise", "rowwise"):
+        expected = "a layer that tensor parallelism cuts colwise or rowwise, as peft can cut its adapters"
         fix = "Leave it out of target_modules, or shard by fsdp_size and ep_size without tp_size."
-        got = f"{style} and FSDP" if more else style
-        raise UnsupportedModelError.about("the adapter", expected, got, fix).named(name)
+        raise UnsupportedModelError.about("the adapter", expected, str(style), fix).named(name)
+    outputs, inputs = layer.base_layer.out_features, layer.base_layer.in_features
+    for factors, axis, size, of in ((layer.lora_B, 0, outputs, "outputs"), (layer.lora_A, 1, inputs, "inputs")):
+        parts, index = axis_parts(weight, axis)
+        part = -(-size // parts)
+        held = len(range(size)[part * index : part * (index + 1)])
+        for factor in factors.values():
+            if local(factor.weight).shape[axis] != held:
+                expected = f"one with {held} {of} on this process, as its layer has"
+                got = f"{local(factor.weight).shape[axis]}, which peft took from the part that FSDP stores"
+                fix = "Call patch_model before get_peft_model, or leave the layer out of target_modules."
+                raise UnsupportedModelError.about("the adapter", expected, got, fix).named(name)
+
+
+def _share(factor: Tensor, mesh: Any) -> None:
+    """Keep a factor that peft cut equal on the processes of `mesh` that hold the same part and have other tokens."""
+    groups = [mesh.get_group(axis) for axis, name in enumerate(mesh.mesh_dim_names or ()) if name != "tp"]
+    if groups and factor.requires_grad and not hasattr(factor, "neuron_shared"):
+
+        def average(shared: Any) -> None:
+            for group in groups:
+                dist.all_reduce(local(shared.grad), group=group)
+                shared.grad /= group.size()
+
+        for group in groups:
+            dist.broadcast(local(factor.detach()), group_src=0, group=group)
+        factor.register_post_accumulate_grad_hook(average)
+        factor.neuron_shared = True  # type: ignore[attr-defined]
 
 
 @contextmanager

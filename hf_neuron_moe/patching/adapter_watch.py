@@ -15,7 +15,12 @@ from torch import nn
 
 from hf_neuron_moe.modules.engine import is_sharded_at_loading
 from hf_neuron_moe.modules.in_place import block_of
-from hf_neuron_moe.modules.sharded_lora import prepare_adapters, release_adapters
+from hf_neuron_moe.modules.sharded_lora import (
+    prepare_adapters,
+    release_adapters,
+    release_sizes,
+    size_by_layers,
+)
 
 Rules = list[tuple[Any, dict[str, str]]]
 """Models, and what was taken out of their plans."""
@@ -33,6 +38,7 @@ def watch(model: nn.Module, rules: Rules) -> None:
         stay = ((name, module) for name, module in each.named_modules() if block_of(module) not in (None, module))
         names = {re.sub(r"\.\d+\.", ".*.", f"{name}.{key}") for name, module in stay for key in module._parameters}
         rules.append((each, {name: plan.pop(name) for name in names & plan.keys()}))
+        size_by_layers(each)
     prepare_adapters(model)
 
 
@@ -45,6 +51,7 @@ def unwatch(rules: Rules) -> None:
         for key in [key for key, hook in hooks.items() if hook is _look]:
             del hooks[key]
         release_adapters(model)
+        release_sizes(model)
 
 
 def _look(model: nn.Module, arguments: Any) -> None:

@@ -134,7 +134,7 @@ def test_the_first_step_follows_from_what_is_there(tmp_path, monkeypatch):
     def with_state(state: str, *names: str) -> tuple[Package, ...]:
         return tuple(replace(package, state=state) if name in names else package for name, package in packages.items())
 
-    assert "what it needs, torch" in steps(reason="x", others={"torch": None})
+    assert "`pip install torch`" in steps(reason="x", others={"torch": None})
     assert "this is Darwin arm64" in steps(reason="x", machine="Darwin arm64")
     no_chip = ("trn3", "assumed, as NKI does where it sees no device")
     bare = steps(reason="x", python="3.11.9", target=no_chip, packages=with_state(MISSING, *packages))

@@ -20,7 +20,7 @@ import pytest
 SCENARIOS = ("fresh", "replace", "resumed", "parts", "finalize", "export")
 KILLED = ("kill", "powercut", "powercut-names")
 REFUSED = ("ENOSPC", "EIO", "EACCES", "full")
-EVERY = int(os.environ.get("FAULT_SWEEP_EVERY", "5"))
+EVERY = int(os.environ.get("FAULT_SWEEP_EVERY", "10"))
 """Every n-th call is struck, except by SIGKILL, which strikes all; with 1 this takes ten minutes on two cores."""
 
 

@@ -141,7 +141,7 @@ def works(kind: str, tiny: dict[str, Path], home: Path) -> list[Work]:
 
 BATCHES = 5
 FAST = {"headers": 350, "index": 200, "config": 100, "manifest": 250, "converted": 125}
-MORE = {"headers": 7350, "index": 4900, "config": 750, "manifest": 3750, "converted": 1125}
+MORE = {"headers": 3650, "index": 2300, "config": 400, "manifest": 1750, "converted": 625}
 
 
 def run_cases(kind: str, numbers: range, seed: int, tiny: dict[str, Path], home: Path) -> None:

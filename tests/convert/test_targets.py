@@ -210,6 +210,7 @@ def share_of(family: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_is_what_the_formats_make_of_the_source_in_all_options(family, size, sources, tmp_path):

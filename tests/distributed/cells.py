@@ -74,9 +74,12 @@ BLOCKS = [
     cell("gpt_oss", "ep2", "mxfp8", kind="block"),
 ]
 ALWAYS = [
-    *trainings(("mixtral", "llama"), tuple(TWO), ("bf16", "mxfp8")),
-    *trainings(("mixtral", "llama"), ("ep2-tp2", "fsdp2", "replicate2"), ("fp32",)),
-    *trainings(("qwen2_moe", "gpt_oss", "phi3", "gemma4", "llama4", "longcat_flash"), ("tp2", "ep2"), ("fp32",)),
+    *trainings(("mixtral",), tuple(TWO), ("mxfp8",)),
+    *trainings(("mixtral",), ("ep2-tp2",), ("bf16", "fp32")),
+    *trainings(("llama",), ("tp2", "fsdp2"), ("bf16", "mxfp8")),
+    *trainings(("llama",), ("replicate2",), ("fp32",)),
+    *trainings(("qwen2_moe", "gpt_oss"), ("tp2", "ep2"), ("fp32",)),
+    *trainings(("phi3", "gemma4", "llama4", "longcat_flash"), ("tp2",), ("fp32",)),
     *(cell("mixtral", "ep2", "fp32", **{key: True}) for key in ("idle", "checkpointing")),
     cell("mixtral", "ep2", "mxfp8", checkpointing=True),
     cell("llama", "pp2", "bf16", kind="inference"),

@@ -25,6 +25,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
+@pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits_and_is_accessible(browser: Any, page_file: Path, width: int, scheme: str) -> None:

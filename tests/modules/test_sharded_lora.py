@@ -1,4 +1,4 @@
-"""What the first of two processes makes of adapters; tests/training/test_lora_layouts.py runs both."""
+"""What the first of two processes makes of adapters; tests/distributed/test_lora_layouts.py runs both."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe.modules.engine import local
 from hf_neuron_moe.modules.in_place import block_of
 from hf_neuron_moe.training import prepare_adapters
 from tests.refusals import refused
@@ -136,9 +137,26 @@ def test_adapters_on_layers_that_are_cut_otherwise_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("_first_process", [4], indirect=True)
-def test_adapters_on_layers_that_fsdp_cuts_too_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", ["tp_size", "dp_replicate_size"])
+def test_adapters_on_layers_that_fsdp_cuts_too_are_sized_by_whole_layers(tmp_path: Path, second: str) -> None:
+    model = sharded("llama", tmp_path, {second: 2, "fsdp_size": 2})
+    attention = model.model.layers[0].self_attn
+    outputs, inputs = attention.o_proj.weight.shape
+    patch_model(model, {"precision": "fp32"})
+    adapted(model, target_modules=["q_proj", "o_proj"])
+    parts = 2 if second == "tp_size" else 1
+    q_b, o_a = attention.q_proj.lora_B["default"].weight, attention.o_proj.lora_A["default"].weight
+    assert q_b.shape == (attention.q_proj.out_features, 4) and len(local(q_b)) == len(q_b) // parts
+    assert o_a.shape == (4, inputs) and local(o_a).shape == (4, inputs // parts)
+    assert attention.o_proj.lora_B["default"].weight.shape == (outputs, 4)
+
+
+@pytest.mark.parametrize("_first_process", [4], indirect=True)
+def test_adapters_that_peft_sized_alone_are_refused(tmp_path: Path) -> None:
     model = sharded("llama", tmp_path, {"tp_size": 2, "fsdp_size": 2})
     patch_model(model, {"precision": "fp32"})
+    unpatch_model(model)  # from here on peft's own sizes hold again
     wrapped = adapted(model, target_modules=["q_proj"])
-    with refused(UnsupportedModelError, "the adapter", "ep_size without tp_size", got="colwise and FSDP"):
-        wrapped(tokens())
+    with refused(UnsupportedModelError, "the adapter", "Call patch_model before get_peft_model", got="8"):
+        patch_model(wrapped, {"precision": "fp32"})
+    assert not any(block_of(module) for module in wrapped.modules())

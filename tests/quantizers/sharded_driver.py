@@ -30,7 +30,7 @@ from transformers.distributed import DistributedConfig
 from hf_neuron_moe import parity, patch_model, unpatch_model
 from hf_neuron_moe.errors import NeuronMoEError
 from hf_neuron_moe.quantizers import sharded
-from tests.training.lora_driver import filled
+from tests.distributed.lora_driver import filled
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 64}
 

@@ -39,6 +39,7 @@ def shown(page: Any, figure: str) -> list[bool]:
     return page.evaluate("figure => document.querySelector(figure + ' .plot').data.map(each => each.visible)", figure)
 
 
+@pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits_and_is_accessible(browser: Any, report: Path, width: int, scheme: str) -> None:

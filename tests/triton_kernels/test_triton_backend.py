@@ -76,7 +76,7 @@ def run(
     return [y, *kernels.experts_backward(dout, x, routing, weights, saved, BackwardCall(spec, keep, wants))]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("policy", ["minimal", "full", "recompute", "fp8"])
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_exact_sums_have_equal_roundings(precision: str, layout: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("gate", [Gate(), Gate("squared_relu", gated=False)], ids=["gated", "plain"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeyp
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize(("policy", "inner"), [("minimal", 520), ("recompute", 72)])
 def test_what_is_made_again_has_the_forward_s_bits(precision: str, policy: str, inner: int) -> None:

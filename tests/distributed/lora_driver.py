@@ -1,6 +1,6 @@
 """Two or four processes train, save, merge and load LoRA adapters under every layout, and compare with one process.
 
-    python -m tests.training.lora_driver FOLDER RANK PROCESSES [--all-layouts]
+    python -m tests.distributed.lora_driver FOLDER RANK PROCESSES [--all-layouts]
 
 All run the same cells in one process group. Each writes what it found to FOLDER/rank-N.json, by cell.
 """
@@ -27,8 +27,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer, TrainingArguments
 
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
+from hf_neuron_moe.modules.in_place import block_of
 from hf_neuron_moe.modules.sharded_lora import prepare_adapters
 from hf_neuron_moe.parity import Run, Trial, compare, load, train, whole
+from hf_neuron_moe.patching import patch_model
+from hf_neuron_moe.training import NeuronMoETrainer
 from tests.distributed.layout_driver import SameRouting
 from tests.tiny_models import tiny_model, tokens
 
@@ -55,14 +58,23 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"target_modules": ATTENTION + DENSE, "target_parameters": EXPERTS},
     "gpt_oss": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
 }
-ONLY_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
-"""For layouts whose mesh has two axes: peft gives adapters of the other layers wrong shapes."""
 CELLS = [
     (family, layout) for family in TARGETS for layout in LAYOUTS if family != "llama" or "ep" not in LAYOUTS[layout]
 ]
 NAMES = [f"{family}/{layout}" for family, layout in CELLS]
-CELLS_OF_FOUR = [*(("mixtral", layout) for layout in FOUR), ("gpt_oss", "ep2-fsdp4")]
+CELLS_OF_FOUR = [
+    *(("mixtral", layout) for layout in FOUR),
+    ("gpt_oss", "ep2-fsdp4"),
+    *(("llama", layout) for layout in ("tp2-fsdp2", "fsdp2-replicate2")),
+]
 NAMES_OF_FOUR = [f"{family}/{layout}" for family, layout in CELLS_OF_FOUR]
+ALWAYS = [
+    *(f"llama/{layout}" for layout in ("tp2", "fsdp2", "fsdp2-replicate2")),
+    *(f"mixtral/{layout}" for layout in ("tp2", "ep2-fsdp2", "ep2-tp2", "replicate2", "tp2-fsdp2", "ep4")),
+    "qwen2_moe/ep2-tp2",
+    "gpt_oss/ep2-fsdp2",
+]
+"""Of these; ``--all-layouts`` runs the others too."""
 TRAINER = "trainer"
 Rounded = tuple[str, str, str]
 ROUNDED = [
@@ -72,11 +84,10 @@ ROUNDED = [
     if family in ("llama", "mixtral")
 ]
 ROUNDED_OF_FOUR = [("mixtral", layout, precision) for layout in FOUR for precision in ("bf16", "mxfp8")]
-ALWAYS = [
+ALWAYS_ROUNDED = [
     ("llama", "tp2", "mxfp8"),
-    *(("mixtral", layout, "mxfp8") for layout in ("tp2", "fsdp2", "ep2-fsdp2", "ep4", "fsdp2-replicate2")),
+    *(("mixtral", layout, "mxfp8") for layout in ("tp2", "fsdp2", "ep2-fsdp2", "ep4", "tp2-fsdp2")),
 ]
-"""Of these; ``--all-layouts`` runs the others too."""
 REFUSED = "refused"
 CHECKPOINTED = {("llama", "tp2"), ("mixtral", "ep2-tp2")}
 
@@ -119,22 +130,16 @@ def same_files(one: Path, other: Path) -> list[str]:
     return sorted(n for n in names if n not in found or n not in expected or not torch.equal(expected[n], found[n]))
 
 
-def targets_of(family: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return what gets adapters."""
-    return ONLY_EXPERTS if len(sizes.keys() & {"tp", "fsdp", "dp_replicate"}) > 1 else TARGETS[family]
-
-
 def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
     sizes, here = (LAYOUTS | FOUR)[layout], folder / f"{family}-{layout}"
-    targets = targets_of(family, sizes)
-    trial = Trial(str(folder / family), sizes, {"precision": "fp32"}, steps=2, prepare=adapted(targets, False))
+    trial = Trial(str(folder / family), sizes, {"precision": "fp32"}, steps=2, prepare=adapted(TARGETS[family], False))
     one: Any = load(trial, distributed=False)
     one.save_pretrained(here / f"one-{rank}")
     expected = train(trial, one)
     filled(one)
     merged_one = one.merge_and_unload().eval()
 
-    trial = replace(trial, prepare=adapted(targets, True), checkpointing=(family, layout) in CHECKPOINTED)
+    trial = replace(trial, prepare=adapted(TARGETS[family], True), checkpointing=(family, layout) in CHECKPOINTED)
     model: Any = load(trial, distributed=True)
     model.save_pretrained(here / "many", is_main_process=rank == 0)
     found = train(trial, model, rank // sizes.get("tp", 1), trial.batches)
@@ -161,7 +166,7 @@ def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
     answer["merged_file"] = same_files(here / "merged-one" / file, here / "merged" / file)
 
     again = PeftModel.from_pretrained(merged, here / "many")
-    other = adapted(targets, False)(merged_one)
+    other = adapted(TARGETS[family], False)(merged_one)
     params = dict(other.named_parameters())
     lora = [(name, param) for name, param in again.named_parameters() if "lora_" in name]
     answer["loaded"] = [name for name, param in lora if not torch.equal(whole(param.detach()), params[name])]
@@ -169,10 +174,9 @@ def cell(family: str, layout: str, folder: Path, rank: int) -> dict[str, Any]:
 
 
 @functools.cache
-def alone(folder: Path, family: str, precision: str, only_experts: bool) -> tuple[Run, Run, list[Tensor]]:
+def alone(folder: Path, family: str, precision: str) -> tuple[Run, Run, list[Tensor]]:
     """One process's runs in fp32 and in `precision`, with the choices of experts that the latter makes."""
-    targets = ONLY_EXPERTS if only_experts else TARGETS[family]
-    trial = Trial(str(folder / family), {}, {"precision": precision}, steps=1, prepare=adapted(targets, False))
+    trial = Trial(str(folder / family), {}, {"precision": precision}, steps=1, prepare=adapted(TARGETS[family], False))
     model = load(trial, distributed=False)
     with SameRouting(None) as routing:
         one = train(trial, model)
@@ -188,9 +192,10 @@ def rounded_cell(family: str, layout: str, precision: str, folder: Path, rank: i
     Where no block is cut, also which gradients differ if every process gets the tokens of the one process.
     """
     sizes = (LAYOUTS | FOUR)[layout]
-    targets = targets_of(family, sizes)
-    exact, one, chosen = alone(folder, family, precision, targets is ONLY_EXPERTS)
-    trial = Trial(str(folder / family), sizes, {"precision": precision}, steps=1, prepare=adapted(targets, True))
+    exact, one, chosen = alone(folder, family, precision)
+    trial = Trial(
+        str(folder / family), sizes, {"precision": precision}, steps=1, prepare=adapted(TARGETS[family], True)
+    )
 
     def run(part: int, parts: int) -> Run:
         model = load(trial, distributed=True)
@@ -209,29 +214,28 @@ def rounded_cell(family: str, layout: str, precision: str, folder: Path, rank: i
 
 
 def refused_cell(folder: Path) -> dict[str, Any]:
-    """What the first forward says of adapters whose shapes are those of a part."""
-    prepare = adapted(TARGETS["llama"], False)
-    trial = Trial(str(folder / "llama"), FOUR["fsdp2-replicate2"], {"precision": "fp32"}, prepare=prepare)
-    model = load(trial, distributed=True)
+    """What is said of adapters whose sizes peft took before the model was patched."""
+    trial = Trial(str(folder / "llama"), FOUR["fsdp2-replicate2"], None)
+    model = get_peft_model(load(trial, distributed=True), LoraConfig(r=4, target_modules=ATTENTION))
     try:
-        model(tokens())
+        patch_model(model, {"precision": "fp32"})
     except UnsupportedModelError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "patched": any(block_of(module) is not None for module in model.modules())}
     return {"error": ""}
 
 
-def trainer_cell(folder: Path, rank: int) -> dict[str, Any]:
-    """Losses of transformers' Trainer, which has to make the adapters equal and to average their gradients."""
-    losses = []
+def trainer_cell(layout: str, folder: Path, rank: int) -> dict[str, Any]:
+    """Losses of the Trainer, with adapters that start unequal on processes that have other tokens."""
+    losses, sizes = [], (LAYOUTS | FOUR)[layout]
     for distributed in (False, True):
-        trial = Trial(str(folder / "mixtral"), LAYOUTS["ep2-fsdp2"], {"precision": "fp32"})
-        torch.manual_seed(rank if distributed else 0)
+        trial = Trial(str(folder / "mixtral"), sizes, {"precision": "fp32"})
+        torch.manual_seed(rank // sizes.get("tp", 1) if distributed else 0)
         model = load(replace(trial, prepare=lambda base: base), distributed=distributed)
         config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, **TARGETS["mixtral"])
         model = get_peft_model(model, config)
         rows = [{"input_ids": row, "labels": row} for row in tokens(16, 12, seed=11)]
         if distributed:
-            losses.append(trained(model, folder, rows, 2))
+            losses.append(trained(OursInOrder if "tp" in sizes else InOrder, model, folder, rows))
         else:  # not as one of two processes, for which transformers' Trainer would take it
             losses.append(by_hand(model, rows))
     return {"losses": losses}
@@ -252,17 +256,21 @@ def by_hand(model: nn.Module, rows: list[dict[str, Tensor]]) -> list[float]:
 
 
 class InOrder(Trainer):
-    """Takes rows in their order."""
+    """transformers' Trainer, taking rows in their order."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
-def trained(model: nn.Module, folder: Path, rows: list[dict[str, Tensor]], batch: int) -> list[float]:
+class OursInOrder(InOrder, NeuronMoETrainer):
+    """Ours: on CPUs transformers' refuses tensor parallelism."""
+
+
+def trained(kind: type[Trainer], model: nn.Module, folder: Path, rows: list[dict[str, Tensor]]) -> list[float]:
     arguments = TrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=4,
-        per_device_train_batch_size=batch,
+        per_device_train_batch_size=2,
         optim="sgd",
         learning_rate=0.5,
         lr_scheduler_type="constant",
@@ -273,18 +281,22 @@ def trained(model: nn.Module, folder: Path, rows: list[dict[str, Tensor]], batch
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = InOrder(model=model, args=arguments, train_dataset=rows)  # type: ignore[arg-type]
+    trainer = kind(model=model, args=arguments, train_dataset=rows)  # type: ignore[arg-type]
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def cells(folder: Path, rank: int, processes: int, every: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     for family, layout in CELLS if processes == 2 else CELLS_OF_FOUR:
-        yield f"{family}/{layout}", lambda family=family, layout=layout: cell(family, layout, folder, rank)
+        name = f"{family}/{layout}"
+        if every or name in ALWAYS:
+            yield name, lambda family=family, layout=layout: cell(family, layout, folder, rank)
     for each in ROUNDED if processes == 2 else ROUNDED_OF_FOUR:
-        if every or each in ALWAYS:
+        if every or each in ALWAYS_ROUNDED:
             yield "/".join(each), lambda each=each: rounded_cell(*each, folder, rank)
-    yield (TRAINER, lambda: trainer_cell(folder, rank)) if processes == 2 else (REFUSED, lambda: refused_cell(folder))
+    yield TRAINER, lambda: trainer_cell("ep2-fsdp2" if processes == 2 else "tp2-fsdp2", folder, rank)
+    if processes == 4:
+        yield REFUSED, lambda: refused_cell(folder)
 
 
 def main(folder: Path, rank: int, processes: int, every: bool) -> None:
