@@ -130,6 +130,25 @@ def test_no_token_of_10000_changes_its_experts(family: str, reentrant: bool) -> 
     assert changed > 50  # so many would have changed: the recomputation did differ
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v4", "gemma4", "nemotron_h", "llama4", "longcat_flash", "dbrx"])
+def test_routers_of_other_gates_and_calls_are_replayed(family: str, reentrant: bool) -> None:
+    model, ids = tiny_model(family), tokens()
+    patch_model(model, {"precision": "fp32"}, strict=False)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert torch.equal(found[1][name], gradient), name
+    decisions, changed = routing_replay_stats(model)
+    assert decisions >= ids.numel() and changed == 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_replay_they_do(family: str) -> None:
     model = routed_model(family)
