@@ -23,7 +23,7 @@ from hf_neuron_moe.training import (
     routing_replay_stats,
 )
 from tests.refusals import refused
-from tests.tiny_models import tiny_model, tokens
+from tests.tiny_models import OTHER_GATES, tiny_model, tokens
 
 GROUPED = "glm4_moe"
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", GROUPED)
@@ -131,7 +131,7 @@ def test_no_token_of_10000_changes_its_experts(family: str, reentrant: bool) -> 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v4", "gemma4", "nemotron_h", "llama4", "longcat_flash", "dbrx"])
+@pytest.mark.parametrize("family", [*OTHER_GATES, "llama4", "longcat_flash", "dbrx"])
 def test_routers_of_other_gates_and_calls_are_replayed(family: str, reentrant: bool) -> None:
     model, ids = tiny_model(family), tokens()
     patch_model(model, {"precision": "fp32"}, strict=False)
