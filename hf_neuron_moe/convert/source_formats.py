@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_neuron_moe.checks import is_whole
 from hf_neuron_moe.convert.io.encoded import FP4_BLOCK, values_shape
-from hf_neuron_moe.convert.io.source import Encoding, SourceCheckpoint, SourceFormat, SourceTensor
+from hf_neuron_moe.convert.io.source import GGUF_FIX, Encoding, SourceCheckpoint, SourceFormat, SourceTensor
 from hf_neuron_moe.errors import ConversionError
 
 QUANTIZATION_CONFIG = "quantization_config"
@@ -30,7 +30,7 @@ _OTHER_METHODS = {
     "model.dequantize() and save_pretrained, and convert the result.",
     "compressed-tensors": "Convert the unquantized checkpoint, or decompress this one first with the package "
     "compressed-tensors (CompressedTensorsConfig(run_compressed=False)) and save_pretrained.",
-    "gguf": "Load the GGUF file with from_pretrained(FOLDER, gguf_file=NAME), call save_pretrained and convert that.",
+    "gguf": GGUF_FIX,
     "modelopt": "Convert the unquantized checkpoint: NVFP4 has two levels of scales, which no kernel here reads.",
 }
 """What to do with a checkpoint of a method that is not read."""

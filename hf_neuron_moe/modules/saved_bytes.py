@@ -48,6 +48,7 @@ class SavedBlock:
     gate: Gate = SWIGLU
     rows: int | None = None  # rows per token that the operator gets, where each pair of token and expert is one
     beside: float = 0.0  # bytes that each of these rows saves next to the operator
+    copied: int = 0  # bytes of parameters that each call puts in another order and saves so
 
     @property
     def kernels(self) -> Any:
@@ -99,7 +100,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     if kept.keeps_input_quantized if shape.quantized else kept.keeps_input:
         tensors.append(x)
     routing = (K or 0) * ROUTING_BYTES * tokens
-    return sum(tensor.nbytes for tensor in tensors) + routing + round(shape.beside * tokens)
+    return sum(tensor.nbytes for tensor in tensors) + routing + round(shape.beside * tokens) + shape.copied
 
 
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:

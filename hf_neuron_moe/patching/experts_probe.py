@@ -86,7 +86,7 @@ def _inputs(form: ExpertsForm, generator: torch.Generator, scale: float) -> tupl
     if form.call == IDENTITY:
         ids_TK = ids_TK + (ids_TK == 0) * E  # the first expert's tokens go to one that returns its input
     shape_TK = (len(ids_TK), E if form.call == SHARED else ids_TK.shape[1])
-    weight_TK = torch.rand(shape_TK, generator=generator, dtype=torch.float32, device="cpu")  # sums are not 1
+    weight_TK = 2 * draw(generator, *shape_TK)  # of both signs, below and above 1
     return (x, weight_TK.requires_grad_()) if form.call == SHARED else (x, ids_TK, weight_TK.requires_grad_())
 
 

@@ -103,7 +103,9 @@ class _Matcher:
 
     def match(self, result: Expression) -> DenseRoles:
         """Return the roles; what only the instance says is left out."""
-        result = result[1] if result[0] == "cast" and result[2] == "back" else result
+        if result[0] == "cast" and result[2] != "back":
+            raise NotSwiGLU("its result is cast to a dtype that may not be its input's")
+        result = result[1] if result[0] == "cast" else result
         after: list[str | float] = []
         while result[0] in ("dropout", "weighted"):
             after.insert(0, result[1])

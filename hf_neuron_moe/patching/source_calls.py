@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
-from hf_neuron_moe.patching.source_values import NO_CONSTANT, Constants, Expression, NotSwiGLU, bare, line
+from hf_neuron_moe.patching.source_values import NO_CONSTANT, Constants, Expression, NotSwiGLU, bare, cast_kind, line
 
 Arguments = dict[str | None, ast.expr]
 
@@ -23,7 +23,7 @@ class Reading(Protocol):
     def evaluate(self, node: ast.expr) -> Expression: ...
     def add(self, left: ast.expr, right: ast.expr) -> Expression | None: ...
     def multiply(self, left: ast.expr, right: ast.expr) -> Expression: ...
-    def is_half(self, size: ast.expr) -> bool: ...
+    def is_half(self, size: ast.expr, whole: Expression) -> bool: ...
     def linear_weight(self, weight: ast.expr, bias: ast.expr | None) -> str | None: ...
 
 
@@ -86,10 +86,10 @@ def _split(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | No
     both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
     if size is None or given.keys() != {"dim"} or read.constants.of(given["dim"]) != -1:
         return None
-    same = len({ast.unparse(each) for each in both if each is not None}) == 1
-    if not same or not all(each is not None and read.is_half(each) for each in both):
+    same, whole = len({ast.unparse(each) for each in both if each is not None}) == 1, bare(read.evaluate(tensor))
+    if not same or not all(each is not None and read.is_half(each, whole) for each in both):
         return None
-    return ("pair", "half", bare(read.evaluate(tensor)))
+    return ("pair", "half", whole)
 
 
 def _unflatten(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
@@ -113,9 +113,10 @@ def _view(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | Non
 def _grid(read: Reading, tensor: ast.expr, sizes: list[ast.expr]) -> Expression | None:
     if len(sizes) != 2:
         return None
+    whole = bare(read.evaluate(tensor))
     for kind, (two, rest) in (("half", (sizes[0], sizes[1])), ("stripe", (sizes[1], sizes[0]))):
-        if read.constants.of(two) == 2 and (read.constants.of(rest) == -1 or read.is_half(rest)):
-            return ("grid", kind, bare(read.evaluate(tensor)))
+        if read.constants.of(two) == 2 and (read.constants.of(rest) == -1 or read.is_half(rest, whole)):
+            return ("grid", kind, whole)
     return None
 
 
@@ -150,9 +151,9 @@ def _to(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
         case [ast.Attribute(value=ast.Name(id="torch"), attr="float32" | "float")]:
             return _float(read, tensor, given)
         case [ast.Attribute(value=ast.Name(id=name), attr="dtype")] if name in read.constants.values:
-            return ("cast", read.evaluate(tensor), "back")
-        case [ast.Name(id=name)] if read.constants.values.get(name) == ("dtype",):
-            return ("cast", read.evaluate(tensor), "back")
+            return ("cast", read.evaluate(tensor), cast_kind(read.constants.values[name]))
+        case [ast.Name(id=name)] if read.constants.values.get(name, ("",))[0] == "dtype":
+            return ("cast", read.evaluate(tensor), read.constants.values[name][1])
     return None
 
 

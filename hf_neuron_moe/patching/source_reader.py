@@ -21,10 +21,12 @@ from hf_neuron_moe.patching.source_calls import CALLS, METHODS
 from hf_neuron_moe.patching.source_values import (
     EXPECTED,
     NO_CONSTANT,
+    NO_TENSORS,
     Constants,
     Expression,
     NotSwiGLU,
     bare,
+    cast_kind,
     line,
     product,
 )
@@ -118,6 +120,13 @@ def _is_stored(name: ast.Name) -> bool:
     return isinstance(name.ctx, ast.Store)
 
 
+def _changes_nothing(test: ast.expr) -> bool:
+    """Whether evaluating a condition calls nothing but ``isinstance`` and assigns nothing."""
+    calls = [each.func for each in ast.walk(test) if isinstance(each, ast.Call)]
+    assigns = any(isinstance(each, ast.NamedExpr) for each in ast.walk(test))
+    return not assigns and all(isinstance(each, ast.Name) and each.id == "isinstance" for each in calls)
+
+
 @dataclass
 class Reader:
     """Substitutes assignments and live branches into the returned expression."""
@@ -151,8 +160,8 @@ class Reader:
                     sizes = {ast.unparse(each): place - len(names) for place, each in enumerate(names)}
                     whole = self.values[tensor]
                     self.values |= {name: ("size", whole, place) for name, place in sizes.items()}
-                case ast.If(body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]) if (
-                    self.casts_for_layer(name, value)
+                case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]) if (
+                    self.casts_for_layer(name, value) and _changes_nothing(test)
                 ):
                     continue
                 case ast.If(test=test, body=live, orelse=other):
@@ -169,8 +178,12 @@ class Reader:
         """Note the value of a local variable: an expression of the input, or the dtype of one."""
         match value:
             case ast.Attribute(value=ast.Name(id=tensor), attr="dtype") if tensor in self.values:
-                self.values[name] = ("dtype",)
+                self.values[name] = ("dtype", cast_kind(self.values[tensor]))
                 return
+        whole = self.halved(value)
+        if whole is not None:
+            self.values[name] = ("half_size", whole)
+            return
         known = self.constants.of(value)
         self.values[name] = self.evaluate(value) if known is NO_CONSTANT else ("constant", known)
 
@@ -210,7 +223,7 @@ class Reader:
         """Return what an expression of the source stands for."""
         found: Expression | None = None
         match node:
-            case ast.Name(id=name) if name in self.values and self.values[name][0] not in ("dtype", "constant", "size"):
+            case ast.Name(id=name) if name in self.values and self.values[name][0] not in NO_TENSORS:
                 return self.values[name]
             case ast.IfExp(test=test, body=live, orelse=other):
                 return self.evaluate(live if self.decide(test, node) else other)
@@ -295,12 +308,26 @@ class Reader:
             return None
         size = upper if lower is None else lower
         assert size is not None
-        return ("half", whole, int(upper is None)) if self.is_half(size) else None
+        return ("half", whole, int(upper is None)) if self.is_half(size, whole) else None
 
-    def is_half(self, size: ast.expr) -> bool:
-        """Whether `size` may be half of the last dimension, which the instance has to confirm later."""
-        if ast.unparse(size).endswith((".shape[-1] // 2", ".size(-1) // 2")):
-            return True
+    def halved(self, size: ast.expr) -> Expression | None:
+        """The tensor of ``z.shape[-1] // 2`` or ``z.size(-1) // 2``, or what a variable has of it; else None."""
+        match size:
+            case ast.Name(id=name) if self.values.get(name, ("",))[0] == "half_size":
+                return self.values[name][1]
+            case ast.BinOp(left=whole, op=ast.FloorDiv(), right=ast.Constant(value=2)):
+                match whole:
+                    case ast.Subscript(ast.Attribute(tensor, "shape"), last) | ast.Call(
+                        ast.Attribute(tensor, "size"), [last]
+                    ) if ast.unparse(last) == "-1":
+                        return bare(self.evaluate(tensor))
+        return None
+
+    def is_half(self, size: ast.expr, whole: Expression) -> bool:
+        """Whether `size` may be half of the last dimension of `whole`, which the instance has to confirm later."""
+        known = self.halved(size)
+        if known is not None:
+            return known == whole
         path = self.constants.path(size)
         found: Any = path if path is not None else self.constants.of(size)
         if type(found) not in (int, str):

@@ -29,15 +29,28 @@ Expression = tuple[Any, ...]
 ("offset", argument, c)        ``argument + c``
 ("sigmoid", argument, c)       ``torch.sigmoid(c * argument)``
 ("clamp", argument, lo, hi)    clamped, None for an absent limit
-("cast", argument, kind)       in fp32 (``"float"``), or in another tensor's dtype (``"back"``)
+("cast", argument, kind)       to the layers' dtype (``"back"``), or to fp32 or one that may be it (``"float"``)
 ("half", whole, index)         first (0) or second (1) half of a tensor along its last dimension
 ("stripe", whole, index)       its even (0) or odd (1) entries along its last dimension
 ("pair", kind, whole)          both halves or stripes, in order
 ("grid", kind, whole)          the last dimension unflattened to ``(2, I)`` (halves) or ``(I, 2)`` (stripes)
 ("weighted", name, argument)   times ``self.<name>``, a parameter of one number
 ("size", whole, place)         its size along a dimension, counted from the end
+("half_size", whole)           half of its size along the last dimension
+("dtype", kind)                that of a tensor, as the kind of a cast to it
 ("dropout", name, argument)    dropout by a module or probability of the instance, or by a number
 """
+
+
+NO_TENSORS = ("dtype", "constant", "size", "half_size")
+"""Kinds of local variables that are no expression of the input."""
+
+
+def cast_kind(value: Expression) -> str:
+    """Return the kind of a cast to the dtype of `value`: the layers' if it is surely that."""
+    while value[0] == "part":  # a linear layer's dtype is its input's, an activation's too
+        value = value[2]
+    return "back" if value == ("input",) or (value[0] == "cast" and value[2] == "back") else "float"
 
 
 def bare(value: Expression) -> Expression:
@@ -149,8 +162,11 @@ class Constants:
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 return _BINARY[type(op)](self._of(left, defaults), self._of(right, defaults))
             case ast.BoolOp(op=op, values=values):
-                every = all if isinstance(op, ast.And) else any
-                return every(self._of(each, defaults) for each in values)
+                for each in values:  # up to the one that decides, whose value it is
+                    value = self._of(each, defaults)
+                    if bool(value) is isinstance(op, ast.Or):
+                        break
+                return value
         raise LookupError(line(node))
 
     def _attribute(self, path: str | None) -> Any:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.gating import mask_
+from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.torch.gating import gating_of, mask_
 from hf_neuron_moe.backends.torch.saved import GROUP, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8
@@ -134,6 +135,20 @@ def test_what_was_beyond_a_limit_is_the_limit_and_nothing_else_is(limits: tuple[
         assert torch.equal(found, expected)
         clipped = values.float().clamp(limits[1], limits[0])
         assert torch.equal(taken[finite][expected == 0], clipped[finite][expected == 0])
+
+
+@pytest.mark.parametrize("gate", [Gate(gate_max=1.0, up_max=1.0, up_min=-1.0), Gate(act_max=0.7)], ids=["exact", "odd"])
+def test_no_value_of_fp32_changes_its_side_of_a_limit(gate: Gate) -> None:
+    """Rounding to bf16 would move values next to a limit on it, or from a limit that bf16 does not have below it."""
+    (limit, _), near = gating_of(gate).gate_limits, torch.linspace(-(2**-9), 2**-9, 64)
+    biases = [(limit * (1 + near)).requires_grad_(), torch.full((64,), 0.5), torch.zeros(1)]
+    nothing, down = torch.zeros(64, 1), torch.ones(1, 64)
+    options = {"precision": "fp32", "backend": "torch", "gate": gate, "biases": tuple(biases), "training": True}
+    found = []
+    for keep in ("full", "fp8"):
+        y = ops.swiglu_mlp(torch.zeros(1, 1), nothing, nothing, down, activations=keep, **options)
+        found.append(torch.autograd.grad(y.sum(), biases[0])[0] != 0)
+    assert torch.equal(*found) and 20 < found[0].sum() < 44
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -205,6 +205,21 @@ def test_other_methods_say_what_to_do(settings, method, remedy, checkpoint, tmp_
     assert method in str(caught.value) and [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
+@pytest.mark.parametrize("left", ["file", "folder", "folder with config.json"])
+def test_gguf_weights_say_what_to_do(left, checkpoint, tmp_path):
+    """Repositories of GGUF files have no config.json, or one and no safetensors."""
+    source: Path = checkpoint("mixtral")
+    for path in source.iterdir():
+        if path.name != "config.json" or "with" not in left:
+            path.unlink()
+    (source / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    given = source / "model-Q4_K_M.gguf" if left == "file" else source
+    remedy = r"from_pretrained\(FOLDER, gguf_file=NAME\) and call save_pretrained"
+    got = "a file" if left == "file" else "GGUF weights (model-Q4_K_M.gguf)"
+    with refused(ConversionError, given, remedy, got=got):
+        convert_checkpoint(given, tmp_path / "dst")
+
+
 def test_a_nested_entry_is_named(checkpoint, tmp_path):
     source: Path = checkpoint("mixtral")
     config = json.loads((source / "config.json").read_text())

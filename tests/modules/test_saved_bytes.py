@@ -76,6 +76,23 @@ def test_a_row_per_token_and_expert_is_counted(family: str, top_k: int) -> None:
         unpatch_model(model)
 
 
+@pytest.mark.parametrize(
+    ("family", "weights", "copied"),
+    [("dbrx", "stock", 4 * 2 * 24 * 32), ("gpt_oss", "kernel", 4 * 2 * 48), ("gpt_oss", "stock", 0)],
+)
+def test_parameters_in_another_order_are_counted_by_call(family: str, weights: str, copied: int) -> None:
+    """Gate and up of two parameters become one at every call, and biases that alternate are put in order."""
+    model = tiny_model(family).bfloat16()
+    report = patch_model(model, {"weights": weights})
+    blocks = blocks_of(model)
+    with measure_saved_bytes(blocks) as saved:
+        model(input_ids=tokens(4, 16))
+    for entry in report.patched:
+        measured = saved.modules[entry.name].bytes_per_token * 64
+        assert entry.saved_bytes_per_call == blocks[entry.name].saved_bytes_per_call == 2 * copied
+        assert measured == entry.saved_bytes_per_token * 64 + 2 * copied == blocks[entry.name].saved_bytes(64)
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_promised_limits_hold(name: str) -> None:
     (hidden, inner, top_k), limits = LIMITS[name]

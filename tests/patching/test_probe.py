@@ -92,8 +92,10 @@ def experts_with(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> nn.Modul
         lambda out, index, weights: 1.001 * out,
         lambda out, index, weights: out / weights.sum(-1, keepdim=True),
         lambda out, index, weights: out + index.sum(-1, keepdim=True),
+        lambda out, index, weights: out * (weights > 0).all(-1, keepdim=True),
+        lambda out, index, weights: out * (weights < 1).all(-1, keepdim=True),
     ],
-    ids=["a thousandth more", "weights normalized", "expert ids added"],
+    ids=["a thousandth more", "weights normalized", "expert ids added", "weights below 0", "weights above 1"],
 )
 def test_experts_that_only_look_right_are_refused(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     message = disagreement(experts_with(change))

@@ -94,6 +94,26 @@ class FunctionalDropoutMLP(BaseMLP):
         return F.dropout(self.d(h), 0.0, self.training)
 
 
+class HalfSizeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gu(x)
+        half = z.shape[-1] // 2
+        return self.d(self.act(z[..., :half]) * z[..., half:])
+
+
+class HalfInlineMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gu(x)
+        return self.d(self.act(z[..., : z.size(-1) // 2]) * z[..., z.shape[-1] // 2 :])
+
+
+class EitherMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        if (self.width or self.size) != self.size:
+            x = x * 2
+        return self.d(self.act(self.g(x)) * self.u(x))
+
+
 def gated_t5(p: float) -> nn.Module:
     """wi_0, wi_1 and wo, with dropout before wo and a cast to wo's dtype."""
     return T5DenseGatedActDense(T5Config(d_model=H, d_ff=I, dropout_rate=p, feed_forward_proj="gated-gelu"))
@@ -111,6 +131,9 @@ ACCEPTED = [
     DropoutMLP(drop=nn.Identity()),
     FunctionalDropoutMLP(p=0.0),
     SeedOssMLP(SeedOssConfig(hidden_size=H, intermediate_size=I, residual_dropout=0.0)),
+    HalfSizeMLP(fused=True),
+    HalfInlineMLP(fused=True),
+    EitherMLP(width=None),
     gated_t5(0.0),
 ]
 
@@ -150,7 +173,59 @@ class AlwaysDropoutMLP(BaseMLP):
         return self.d(F.dropout(self.act(self.g(x)) * self.u(x), self.p))
 
 
+class OwnDtypeMLP(BaseMLP):
+    """In bf16 its result is fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        return self.d(self.act(self.g(x)) * self.u(x)).to(y.dtype)
+
+
+class NamedDtypeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.g(x).float()) * self.u(x).float()
+        dtype = h.dtype
+        return self.d(h.to(x.dtype)).to(dtype)
+
+
+class OtherHalfMLP(BaseMLP):
+    """Its slices are halves for 12 columns only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gu(x)
+        return self.d(self.act(z[..., : 24 - z.shape[-1] // 2]) * z[..., z.shape[-1] - 24 + z.shape[-1] // 2 :])
+
+
+class InputHalfMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gu(x)
+        return self.d(self.act(z[..., : x.shape[-1] // 2]) * z[..., x.shape[-1] // 2 :])
+
+
+class AssigningTestMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.g(x)) * self.u(x)
+        if len(x) > 99 and (h := h * 2) is not None:
+            h = h.to(self.d.weight.dtype)
+        return self.d(h)
+
+
+class CallingTestMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.g(x)) * self.u(x)
+        if len(x) > 99 and h.mul_(2).dtype != self.d.weight.dtype:
+            h = h.to(self.d.weight.dtype)
+        return self.d(h)
+
+
 REFUSED = [
+    (OwnDtypeMLP(), "its result is cast to a dtype that may not be its input's"),
+    (NamedDtypeMLP(), "its result is cast to a dtype that may not be its input's"),
+    (OtherHalfMLP(fused=True), r"computes `z\[\.\.\., :24 - z\.shape\[-1\] // 2\]`"),
+    (InputHalfMLP(fused=True), r"computes `z\[\.\.\., :x\.shape\[-1\] // 2\]`"),
+    (AssigningTestMLP(), r"the statement `if len\(x\) > 99 and \(h := "),
+    (CallingTestMLP(), r"the statement `if len\(x\) > 99 and h\.mul_\(2\)"),
+    (EitherMLP(width=I + 1), r"computes `x \* 2`, a factor of 2"),
     (ReadExtraMLP(), "computes `scale`"),
     (ShadowMLP(), r"computes `F\.silu"),
     (NeededExtraMLP(), r"takes \(self, x: Tensor, y: Tensor\), not one tensor"),

@@ -23,7 +23,7 @@ from hf_neuron_moe.training import (
     routing_replay_stats,
 )
 from tests.refusals import refused
-from tests.tiny_models import tiny_model, tokens
+from tests.tiny_models import OTHER_GATES, tiny_model, tokens
 
 GROUPED = "glm4_moe"
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", GROUPED)
@@ -128,6 +128,25 @@ def test_no_token_of_10000_changes_its_experts(family: str, reentrant: bool) -> 
     # Two experts per group are compared in each of 4 groups, then the groups, then the experts.
     assert decisions == 10_000 * (6 if family == GROUPED else 1)
     assert changed > 50  # so many would have changed: the recomputation did differ
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", [*OTHER_GATES, "llama4", "longcat_flash", "dbrx"])
+def test_routers_of_other_gates_and_calls_are_replayed(family: str, reentrant: bool) -> None:
+    model, ids = tiny_model(family), tokens()
+    patch_model(model, {"precision": "fp32"}, strict=False)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert torch.equal(found[1][name], gradient), name
+    decisions, changed = routing_replay_stats(model)
+    assert decisions >= ids.numel() and changed == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -335,12 +335,14 @@ def _checkpoints(saved: Saved, keep: Keep, inner: int, gating: Gating) -> Checkp
     """What is saved as the tiles read and write it; every policy cuts up in the same place, so that all sums agree."""
     if gating.skip_gate:
         up = saved[1] if "up" in keep.names else None
-        return Checkpoints(up=FP8Rows(saved[0][0], saved[1][0], gating.up_limits) if keep.fp8 else up)
+        fp8 = FP8Rows(saved[0][0], saved[1][0], gating.up_limits, not gating.rounded) if keep.fp8 else up
+        return Checkpoints(up=fp8)
     up_cut = saved_up_columns(inner) if keep.backward else None
     if keep.fp8:
         codes, scales = saved[0], saved[1]
-        gate, up_ = gating.gate_limits, gating.up_limits
-        return Checkpoints(FP8Rows(codes[0], scales[0], gate), FP8Rows(codes[1], scales[1], up_), up_cut=up_cut)
+        limits = (gating.gate_limits, gating.up_limits)
+        gate, up_ = (FP8Rows(*each, not gating.rounded) for each in zip(codes, scales, limits, strict=True))
+        return Checkpoints(gate, up_, up_cut=up_cut)
     names = ("gate_pre", "up", "gate_act", "intermediate")
     kept = (tensor if name in keep.names else None for name, tensor in zip(names, saved, strict=True))
     return Checkpoints(*kept, up_cut=up_cut)

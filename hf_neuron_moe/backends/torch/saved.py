@@ -40,6 +40,8 @@ class FP8Rows:
     limits: Limits = (None, None)
     """Upper and lower limit of the values. Those at or beyond one are stored as a code of their own, so that a mask
     read from what is taken is that of the values that were put."""
+    exact: bool = False
+    """Whether that is so of the values themselves (fp32), and not as they are rounded to bf16."""
 
     @property
     def shape(self) -> torch.Size:
@@ -59,10 +61,10 @@ class FP8Rows:
             return rounded
         stored = clip_(rounded.clone(), self.limits) if self.limited else rounded
         padded, scales = group_quantize_fp8(F.pad(stored, (0, -rounded.shape[1] % GROUP)), GROUP)
-        codes = padded.view(torch.uint8)[:, : rounded.shape[1]]
+        codes, seen = padded.view(torch.uint8)[:, : rounded.shape[1]], values if self.exact else rounded.float()
         for limit, code, beyond in zip(self.limits, _AT_LIMIT, (torch.ge, torch.le), strict=True):
             if limit is not None:
-                codes = codes.masked_fill(beyond(rounded.float(), limit), code)
+                codes = codes.masked_fill(beyond(seen, limit), code)
         self.codes[rows, columns] = codes
         self.scales[rows, _groups(columns)] = scales
         return rounded

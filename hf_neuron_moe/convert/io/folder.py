@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json
-from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, inside, read_index
+from hf_neuron_moe.convert.io.source import GGUF_FIX, INDEX_FILE, SINGLE_FILE, gguf_in, inside, read_index
 from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, with_article
 from hf_neuron_moe.precision_map import spelled
@@ -54,6 +54,8 @@ def check_model(directory: Path) -> None:
         if (directory / "adapter_config.json").is_file():
             got = "an adapter of peft"
             fix = "Merge it first: lora_merge in a run of `train`; or merge_and_unload() and save_pretrained in peft."
+        elif (found := gguf_in(directory)) is not None:
+            got, fix = found, GGUF_FIX
         raise ConversionError.about(str(directory), f"a folder with {CONFIG_FILE}", got, fix)
 
 
@@ -81,13 +83,7 @@ def _check_folder(directory: Path, expected: str) -> None:
     if directory.suffix in (".yaml", ".yml") and directory.is_file():
         got, fix = "a YAML file", "Give the model's folder, which the files of `train` name in `model:`."
     elif directory.suffix == ".gguf" and directory.is_file():
-        got, fix = (
-            "a file",
-            (
-                "Make a checkpoint of it first: load it in transformers with from_pretrained(FOLDER, gguf_file=NAME) "
-                "and call save_pretrained."
-            ),
-        )
+        got, fix = "a file", GGUF_FIX
     elif directory.is_file():
         got, fix = "a file", f"Give the folder that holds it: {Path(os.path.abspath(directory)).parent}."
     elif directory.is_symlink():

@@ -249,6 +249,18 @@ def inside(directory: Path, file: str) -> Path:
     return path
 
 
+GGUF_FIX = (
+    "Make a checkpoint of it first: load it in transformers with from_pretrained(FOLDER, gguf_file=NAME) and call "
+    "save_pretrained."
+)
+
+
+def gguf_in(directory: Path) -> str | None:
+    """What a message says of the first GGUF file of a folder; None where there is none."""
+    name = min((path.name for path in directory.glob("*.gguf")), default=None)
+    return None if name is None else f"GGUF weights ({name})"
+
+
 def _no_safetensors(directory: Path) -> ConversionError:
     """The error for a folder without weights that could be read; it names those that the folder has."""
     shards, pickles = (sorted(path.name for path in directory.glob(kind)) for kind in ("*.safetensors", "*.bin"))
@@ -265,4 +277,6 @@ def _no_safetensors(directory: Path) -> ConversionError:
             "of it: python -c \"from transformers import AutoModelForCausalLM as A; A.from_pretrained('SRC', "
             "dtype='auto').save_pretrained('NEW')\"."
         )
+    elif (found := gguf_in(directory)) is not None:
+        got, fix = found, GGUF_FIX
     return error.about(str(directory), f"a folder with {SINGLE_FILE} or {INDEX_FILE}", got, fix)
