@@ -31,7 +31,18 @@ _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
-        *("tokens", "length", "layers", "seed", "block_size", "random_weights", "recipe", "keep_bf16"),
+        *(
+            "tokens",
+            "length",
+            "layers",
+            "seed",
+            "block_size",
+            "random_weights",
+            "recipe",
+            "keep_bf16",
+            "formats",
+            "budget",
+        ),
     )
 } | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
 """What a user of the command typed for the library's arguments, which its errors begin with."""

@@ -29,7 +29,7 @@ def explore(
     tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of the text to measure on.")] = 16384,
     length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens per row.")] = 512,
     formats: Annotated[
-        str, typer.Option(metavar="LIST", help="Of bf16, mxfp8, mxfp4 and fp8-saved, with commas between.")
+        str, typer.Option(metavar="LIST", help="mxfp8, and of bf16, mxfp4 and fp8-saved, with commas between.")
     ] = "mxfp8,fp8-saved",
     budget: Annotated[
         str, typer.Option(metavar="LIMIT", help="Largest expected change of the loss: 0.25%, or nats per token.")
@@ -58,10 +58,15 @@ def explore(
     from hf_neuron_moe.explore.precision_plan import as_yaml
     from hf_neuron_moe.explore.run import Options, explore as run
 
-    for path in (plan, output):
-        if path is not None and not path.absolute().parent.is_dir():
-            got, fix = f"a name in {path.parent}, which is no folder", "Name a file in a folder that exists."
-            raise DestinationError.about(str(path), "a file that can be written", got, fix)
+    written = [path for path in (plan, output, fold) if path is not None]
+    for name in written:
+        got = "two things to write there" if written.count(name) > 1 else ""
+        if name != fold:  # which is checked where it is written
+            got = got or ("a folder" if name.is_dir() else "")
+            got = got or ("" if name.absolute().parent.is_dir() else f"a name in {name.parent}, which is no folder")
+        if got:
+            fix = "Name a file in a folder that exists."
+            raise DestinationError.about(str(name), "a file that can be written", got, fix)
     quiet_transformers()
     names = tuple(name.strip() for name in formats.split(",") if name.strip())
     options = Options(tokens, length, names, budget, device, step_tokens, verify, draws, fold)
@@ -81,6 +86,7 @@ def explore(
         from hf_neuron_moe.explore.explore_page import write_explore_page
 
         write_explore_page(result, output)
+    state.unlink(missing_ok=True)  # not before: what was measured may have taken hours
     code = REFUSED if fold is not None and not result.folds else DONE
     if as_json:
         ending = {"ok": code is DONE, "kind": code.kind, "exit_code": code.code, "message": " ".join(result.not_folded)}

@@ -54,7 +54,7 @@ class Exploration:
     @property
     def uniform(self) -> Mapping[str, Total]:
         """What one precision for all blocks comes to."""
-        return (self.convert_plan or self.plan).uniform
+        return self.plan.uniform | (self.convert_plan or self.plan).uniform
 
     @property
     def correlation(self) -> float:

@@ -113,10 +113,14 @@ def _parts(path: Path) -> Iterator[Any]:
     """The texts of a file, each whole or in pieces that end with a line, and the chats."""
     fix = f'Give a plain text file, or a .jsonl file whose lines have the key "{TEXT_KEY}" or "{CHAT_KEY}".'
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             if path.suffix != ".jsonl":
-                while lines := file.readlines(_PART_CHARACTERS):
-                    yield "".join(lines)
+                rest = ""
+                while more := file.read(_PART_CHARACTERS):
+                    part, rest = _cut(rest + more) if len(more) == _PART_CHARACTERS else (rest + more, "")
+                    yield part
+                if rest:
+                    yield rest
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -124,7 +128,14 @@ def _parts(path: Path) -> Iterator[Any]:
     except OSError as error:
         raise ConfigError.about("text", "a file that can be read", f"{path} ({error.strerror})", fix) from error
     except UnicodeDecodeError as error:
-        raise ConfigError.about("text", "UTF-8", f"{path} with byte {error.start} that is none", fix) from error
+        got = f"{path} with the byte {error.object[error.start]:#x}, which is none there"
+        raise ConfigError.about("text", "UTF-8", got, fix) from error
+
+
+def _cut(text: str) -> tuple[str, str]:
+    """Cut behind the last end of a line, or where there is none before the last space; the rest is to be continued."""
+    place = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
+    return text[:place], text[place:]
 
 
 def _text_of(line: str, number: int, path: Path, fix: str) -> Any:
@@ -133,7 +144,9 @@ def _text_of(line: str, number: int, path: Path, fix: str) -> Any:
         text = entry.get(TEXT_KEY, entry.get(CHAT_KEY))
     except (ValueError, AttributeError, RecursionError):
         text = None
-    if not isinstance(text, str) and not (isinstance(text, list) and text):
+    if isinstance(text, str):
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold half a character
+    elif not (isinstance(text, list) and text):
         expected = f'JSON objects with the key "{TEXT_KEY}" or "{CHAT_KEY}", one per line'
         raise ConfigError.about("text", expected, f"line {number} of {path}: {line[:60].strip()!r}", fix)
     return text

@@ -31,6 +31,9 @@ BYTES_PER_WEIGHT = {"bf16": 2.0, "mxfp8": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32}
 MXFP4_PRODUCTS = tuple(f"mxfp4 {product}" for product in PRODUCTS)
 """One product's weights in mxfp4 and the other's in mxfp8, which no Neuron kernel computes."""
 
+LEAST = 1e-12
+"""The smallest limit; the loss itself has fewer digits."""
+
 STEPS = 4096
 """Parts of the limit that damages are rounded up to: the plan is optimal for those."""
 
@@ -197,9 +200,9 @@ def limit_of(text: str, loss: float) -> float:
         value = float(bare.removesuffix("%"))
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
+    if not LEAST <= value < float("inf"):
         fix = "Write --budget 0.25% for a quarter of a percent of the loss, or --budget 0.01 for nats per token."
-        raise ConfigError.about("budget", "a share of the loss or a number of nats above 0", repr(text), fix)
+        raise ConfigError.about("budget", f"a share of the loss or a number of nats, at least {LEAST}", repr(text), fix)
     return value / 100 * loss if bare.endswith("%") else value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.io.folder import checkpoint_folder
+from hf_neuron_moe.convert.plan import no_codes
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, not_one_of, public
 from hf_neuron_moe.explore import fold as folding
 from hf_neuron_moe.explore.advice import advise
@@ -29,6 +30,7 @@ from hf_neuron_moe.explore.measures import FORMATS, PRODUCTS, Measures
 from hf_neuron_moe.explore.precision_plan import DEVICES, GPUS, MXFP4_PRODUCTS, costs_of, limit_of, make_plan
 from hf_neuron_moe.explore.state import identity_of, load_state, save_state
 from hf_neuron_moe.patching import patch_model
+from hf_neuron_moe.patching.discovery import discover
 from hf_neuron_moe.training.blocks import patched_blocks
 
 FEWEST_ROWS = 4
@@ -69,8 +71,8 @@ def explore(
 ) -> Exploration:
     """Measure what the formats do to the model in `folder` on a text, and plan its precisions.
 
-    `state` is a file that holds what was gathered so far: a run that was killed goes on from there, and it is removed
-    at the end.
+    `state` is a file that holds what was gathered so far: a run that was killed goes on from there. It stays, for the
+    caller to remove when the result is safe. One of another model, text or options is overwritten with a warning.
 
     Raises:
         ConfigError: an option or the text does not do; NothingToPatchError: the model has no block to look at;
@@ -79,6 +81,7 @@ def explore(
     _check(options)
     folder = checkpoint_folder(folder)
     on_meta = build_meta_model(folder, attention=None)
+    uncoded = [each.name for each in discover(on_meta) if each.reason is None and no_codes(each) is not None]
     patch_model(on_meta)
     tokenizer, rows_NL = checked_rows(folder, on_meta, text, options.tokens, options.length, options.fits)
     model = load_model(folder)
@@ -103,7 +106,7 @@ def explore(
         one.run(row_L)
         save()
         advance(ROW_WORK * measures.rows)
-    result = _judged(folder, text, options, measures)
+    result = _judged(folder, text, options, measures, uncoded)
 
     def flipped(count: int) -> None:
         save()
@@ -113,8 +116,6 @@ def explore(
     if options.fold is not None:
         _fold(model, tokenizer, rows_NL, options.fold, result)
     advance(all_work)
-    if state is not None:
-        state.unlink(missing_ok=True)
     return result
 
 
@@ -130,7 +131,8 @@ def _check(options: Options) -> None:
         if name not in FORMATS:
             raise not_one_of("formats", name, FORMATS)
     if "mxfp8" not in options.formats:
-        raise ConfigError.about("formats", "with mxfp8, which is planned", ",".join(options.formats), "Add mxfp8.")
+        got = repr(",".join(options.formats))
+        raise ConfigError.about("formats", "a list with mxfp8, which is planned", got, "Add mxfp8.")
     if options.device not in DEVICES:
         raise not_one_of("device", options.device, DEVICES)
     limit_of(options.budget, 1.0)
@@ -149,8 +151,8 @@ def load_model(folder: Path) -> Any:
     return model
 
 
-def _judged(folder: Path, text: Path, options: Options, measures: Measures) -> Exploration:
-    """Rank, explain and plan."""
+def _judged(folder: Path, text: Path, options: Options, measures: Measures, uncoded: Sequence[str] = ()) -> Exploration:
+    """Rank, explain and plan; no conversion stores codes for the blocks `uncoded`."""
     planned = [form for form in ("mxfp8", "mxfp4") if form in options.formats]
     ranking = {form: _ranked(measures, form) for form in (*planned, *("bf16",) * ("bf16" in options.formats))}
     kinds = ("bf16", *planned, *MXFP4_PRODUCTS * ("mxfp4" in planned and options.device in GPUS))
@@ -159,7 +161,8 @@ def _judged(folder: Path, text: Path, options: Options, measures: Measures) -> E
     limit = limit_of(options.budget, measures.loss / measures.tokens)
     where = options.device, options.step_tokens
     plan = make_plan(measures, trained, limit, *where)
-    frozen = make_plan(measures, costs, limit, *where, frozen=True) if "mxfp4" in planned else None
+    stored = costs | {name: {"bf16": costs[name]["bf16"]} for name in uncoded}
+    frozen = make_plan(measures, stored, limit, *where, frozen=True) if "mxfp4" in planned else None
     advice = advise(measures, costs, options.device, options.step_tokens)
     environment = {
         "hf_neuron_moe": __version__,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.errors import DestinationError
+from hf_neuron_moe.errors import DestinationError, NeuronMoEWarning
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.operand_sums import Operand
 
@@ -23,7 +24,7 @@ FORM = 2
 def identity_of(folder: Path, text: Path, options: Sequence[Any]) -> str:
     """Return what tells runs apart: the model's files, the text, the options and this version."""
     digest = hashlib.sha256(repr((FORM, __version__, torch.__version__, *options)).encode())
-    for path in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json")), text):
+    for path in (*sorted(path for path in folder.glob("[!.]*") if path.is_file()), text):
         facts = path.stat()
         digest.update(repr((path.name, facts.st_size, facts.st_mtime_ns)).encode())
     return digest.hexdigest()
@@ -47,6 +48,8 @@ def load_state(path: Path, identity: str) -> Measures | None:
         got, fix = f"something else ({type(error).__name__})", "Remove it."
         raise DestinationError.about(str(path), "what an interrupted run left", got, fix) from error
     if other:
+        words = f"{path} is of another model, text, or other options. This run begins anew and overwrites it."
+        warnings.warn(words, NeuronMoEWarning, stacklevel=3)
         return None
     stored = held["measures"]
     blocks = {}

@@ -146,7 +146,7 @@ class NeuronMoECallback(TrainerCallback):
             step, every = state.global_step + 1, self.sample_every
             self.monitor.begin_step(sample=every > 0 and (step == 1 or step % every == 0))
             if self.guard is not None:
-                self.guard.begin_step(step, saves=saves_after(step, args, state))
+                self.guard.begin_step(step, saves=saves_after(step, args, state, kwargs.get("train_dataloader")))
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.cli.shared_options import in_package
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
 from hf_neuron_moe.explore import run as running
 from hf_neuron_moe.explore.explore_page import short_blocks, write_explore_page
 from hf_neuron_moe.explore.inputs import token_rows
 from hf_neuron_moe.explore.measured_changes import losses_of
 from hf_neuron_moe.explore.precision_plan import MXFP4_PRODUCTS, as_yaml, costs_of, total_of
 from hf_neuron_moe.explore.run import Options, explore
-from hf_neuron_moe.explore.state import load_state
+from hf_neuron_moe.explore.state import identity_of, load_state
 from hf_neuron_moe.precision_map import read_recipe
 from tests.explore.models import TEXT, checkpoint
 
@@ -133,9 +133,13 @@ def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeyp
         (["--length", 4097, "--tokens", 32776], "length must be at most 4096, the positions of this model", 2),
         (["--tokens", 64, "--length", 64], "at least 256 (4 rows)", 2),
         (["--formats", "mxfp9"], "formats must be one of bf16, mxfp8", 2),
-        (["--formats", "bf16"], "with mxfp8, which is planned", 2),
         (["--device", "tpu"], "device must be one of trn2, trn3, h100, b200", 2),
-        (["--budget", "much"], "budget must be", 2),
+        (["--budget", "much"], "--budget must be", 2),
+        (["--formats", "mxfp4"], "--formats must be a list with mxfp8, which is planned, got 'mxfp4'", 2),
+        (["--plan", "."], "got a folder", 4),
+        (["-o", "."], "got a folder", 4),
+        (["--plan", "same", "-o", "same"], "got two things to write there", 4),
+        (["--fold", "same", "-o", "same"], "got two things to write there", 4),
         (["--plan", "nowhere/plan.yaml"], "no folder", 4),
         (["--fold", "."], "fold must be a folder that does not exist", 4),
     ],
@@ -207,14 +211,15 @@ def test_a_model_that_is_not_finite_is_refused_by_tensor(model_dir, tmp_path):
         ("bad.jsonl", "[1]\n", "line 1 of"),
         ("bad.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "tokenizer without a chat template"),
         ("absent.txt", None, "a file that can be read"),
-        ("binary.txt", b"\xff\xfe\xff", "UTF-8"),
+        ("binary.txt", b"\xff\xfe\xff", "UTF-8, got"),
+        ("late.txt", b"\n" * (1 << 20) + b"caf\xe9 ", "with the byte 0xe9, which is none there"),
     ],
 )
 def test_texts_that_do_not_do(name, content, words, tmp_path, model_dir):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(NeuronMoEError, match="text must be") as error:
-        explore(model_dir, tmp_path / name, SMALL)
+        explore(model_dir, tmp_path / name, replace(SMALL, tokens=1 << 21) if name == "late.txt" else SMALL)
     assert words in str(error.value) and str(error.value).startswith("explore: text must be ")
 
 
@@ -258,6 +263,17 @@ def test_a_plan_names_single_products_that_convert_stores(tmp_path):
     assert not any(name.endswith("_proj") for name in on_trn3.recipe)  # whose kernels take one format
 
 
+def test_a_conversion_s_plan_leaves_what_it_cannot_store_in_bf16(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
+    shutil.copytree(checkpoint(tmp_path / "plain"), tmp_path / "biased")
+    LlamaForCausalLM(LlamaConfig(mlp_bias=True, **sizes, **heads)).bfloat16().save_pretrained(tmp_path / "biased")
+    result = explore(tmp_path / "biased", TEXT, replace(SMALL, formats=("mxfp8", "mxfp4"), budget="100%"))
+    assert result.plan.recipe == {"*": "mxfp8"} and {"bf16", "mxfp8"} <= set(result.uniform)
+    assert result.frozen_plan is not None and result.frozen_plan.recipe == {"*": "bf16"}
+    convert_checkpoint(tmp_path / "biased", tmp_path / "dst", ConvertOptions(result.frozen_plan.recipe, pad=True))
+
+
 def test_the_page_says_what_the_result_holds(model_dir, tmp_path):
     result = explore(model_dir, TEXT, Options(tokens=256, length=64, verify=2, formats=("mxfp8", "mxfp4", "fp8-saved")))
     write_explore_page(result, tmp_path / "page.html")
@@ -279,6 +295,26 @@ def test_rows_of_plain_text_are_those_of_json_lines(tmp_path):
     assert rows[0] == rows[1] == [list(b"bcd"), list(b"efg"), list(b"h\ni")]
     assert in_package(Path("package:demo/sotu/eval.jsonl")).read_bytes() == TEXT.read_bytes()
     assert in_package(Path("text.txt")) == Path("text.txt")
+
+
+def test_marks_half_characters_and_long_lines_are_texts(tmp_path):
+    parts: list[str] = []
+
+    def tokenizer(text: str, verbose: bool) -> dict[str, list[int]]:
+        parts.append(text)
+        return {"input_ids": list(text.encode())}
+
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfabc")
+    (tmp_path / "mark.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\\ud800 b\\ud83d\\ude00"}')
+    assert bytes(token_rows(tmp_path / "mark.txt", tokenizer, 3, 3)[0].tolist()) == b"abc"
+    assert bytes(token_rows(tmp_path / "mark.jsonl", tokenizer, 10, 10)[0].tolist()).decode() == "a\ufffd b\U0001f600"
+    line = "word " * 300_000
+    (tmp_path / "line.txt").write_text(line + "\n" + line)
+    parts.clear()
+    rows_NL = token_rows(tmp_path / "line.txt", tokenizer, 10, 10)
+    assert bytes(rows_NL[0].tolist()) == b"word word " and len(parts) == 1 and len(parts[0]) <= 1 << 20
+    token_rows(tmp_path / "line.txt", tokenizer, 2 * len(line) + 1, 2 * len(line) + 1)
+    assert "".join(parts[1:]) == line + "\n" + line and all(part[-1] in "d\n " for part in parts)
 
 
 def test_chats_are_cut_by_the_tokenizers_template(tmp_path):
@@ -329,7 +365,7 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(model_dir, tmp_path, m
     switched: list[int] = []
     monkeypatch.setattr(running, "losses_of", lambda *arguments: switched.append(1) or losses_of(*arguments))
     again = explore(model_dir, TEXT, SMALL, state, lambda done, total: None)
-    assert len(switched) == 2 and not state.exists()
+    assert len(switched) == 2
     assert again.to_dict() == whole
 
 
@@ -338,8 +374,40 @@ def test_the_state_of_another_run_is_not_taken(model_dir, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         explore(model_dir, TEXT, SMALL, state, _stop_at_once)
     seen: list[int] = []
-    explore(model_dir, TEXT, Options(256, 32, verify=0), state, lambda done, total: seen.append(done))
+    with pytest.warns(NeuronMoEWarning, match="another model, text, or other options"):
+        explore(model_dir, TEXT, Options(256, 32, verify=0), state, lambda done, total: seen.append(done))
     assert seen[0] == 0
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "tokenizer.model", "text.txt"])
+def test_a_changed_file_is_another_run(changed, model_dir, tmp_path):
+    """Files that begin with a dot are not the model's: the state itself may be one."""
+    shutil.copytree(model_dir, tmp_path / "model")
+    text, own = tmp_path / "text.txt", tmp_path / "model" / "tokenizer.model"
+    text.write_text("a")
+    own.write_text("a")
+    found = [identity_of(tmp_path / "model", text, ())]
+    (tmp_path / "model" / ".explore-model.partial").write_text("a")
+    found.append(identity_of(tmp_path / "model", text, ()))
+    with ((text.parent if changed == text.name else own.parent) / changed).open("a") as file:
+        file.write(" ")
+    found.append(identity_of(tmp_path / "model", text, ()))
+    assert found[0] == found[1] != found[2]
+
+
+def test_nothing_measured_is_lost_where_a_file_cannot_be_written(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    sizes = ("--tokens", 256, "--length", 64, "--verify", 0, "-o", "page.html")
+    with monkeypatch.context() as broken:
+        broken.setattr("hf_neuron_moe.explore.explore_page.write_explore_page", full)
+        assert printed(capsys, monkeypatch, model_dir, TEXT, *sizes)[0] == 5
+    monkeypatch.setattr(running.Pass, "run", lambda *arguments: pytest.fail("a row was measured again"))
+    assert printed(capsys, monkeypatch, model_dir, TEXT, *sizes)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, None])

@@ -131,7 +131,7 @@ def test_a_limit_is_a_share_or_nats(text: str, expected: float) -> None:
     assert limit_of(text, 2.0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1%", "nan", "inf", "a lot"])
+@pytest.mark.parametrize("text", ["1e-13", "1e-300%", "", "0", "-1%", "nan", "inf", "a lot"])
 def test_what_is_no_limit_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="budget must be"):
         limit_of(text, 2.0)

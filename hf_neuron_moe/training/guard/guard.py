@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from transformers.trainer_utils import has_length
 
 from hf_neuron_moe.errors import GuardError, NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.patching.ranks import OneAnswer
@@ -151,12 +152,16 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def saves_after(step: int, args: Any, state: Any) -> bool:
-    """Whether the Trainer may write a checkpoint after a step."""
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    if strategy == "steps":
-        return step == state.max_steps or (state.save_steps > 0 and step % state.save_steps == 0)
-    if strategy == "epoch" and state.num_train_epochs:
-        per_epoch = -(-state.max_steps // state.num_train_epochs)
-        return step == state.max_steps or step % per_epoch == 0
-    return False
+def saves_after(step: int, args: Any, state: Any, loader: Any = None) -> bool:
+    """Whether a checkpoint may be written after a step: by the Trainer, or by the caller after the last one.
+
+    `loader` is that of the training text, whose length says where an epoch ends.
+    """
+    if step == state.max_steps:
+        return True
+    strategy, every = args.save_strategy, state.save_steps
+    if strategy == "best":  # of which only evaluations know
+        strategy, every = args.eval_strategy, state.eval_steps
+    if strategy == "epoch":
+        every = -(-len(loader) // args.gradient_accumulation_steps) if has_length(loader) else 0
+    return strategy in ("steps", "epoch") and every > 0 and step % every == 0

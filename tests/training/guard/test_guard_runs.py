@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_neuron_moe import NeuronMoECallback, NeuronMoETrainer, patch_model
@@ -136,10 +138,32 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
         reproduction.Reproduction.load(tmp_path / "other.safetensors")
 
 
-def test_steps_that_are_saved_are_looked_at(tmp_path: Path) -> None:
-    options = {"neuron_guard": "warn", "neuron_guard_steps": 100, "max_steps": 18}
-    trainer(tiny_model("llama"), tmp_path / "steps", save_strategy="steps", save_steps=11, **options).train()
-    assert [record["step"] for record in records(tmp_path / "steps")] == [*range(1, LEARNED + 1), 11, 16, 18]
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter([Rows()[place % 16] for place in range(22)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "saved"),
+    [
+        (Rows(), {"save_strategy": "steps", "save_steps": 11}, [11, 18]),
+        (Rows(22), {"save_strategy": "epoch"}, [11, 18]),  # whose last epoch is cut short
+        (Rows(44), {"save_strategy": "epoch", "gradient_accumulation_steps": 2}, [11, 18]),
+        (Stream(), {"save_strategy": "epoch"}, [18]),  # where epochs end is not known
+        (Rows(), {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 11}, [11, 18]),
+        (Rows(), {"save_strategy": "no"}, [18]),  # save_model() comes after it
+    ],
+)
+def test_steps_that_are_saved_are_looked_at(rows: Any, options: Any, saved: list[int], tmp_path: Path) -> None:
+    options = {"neuron_guard": "warn", "neuron_guard_steps": 100, "max_steps": 18, **options}
+    best = {"eval_dataset": Rows(4)} if "eval_steps" in options else {}
+    own = arguments(tmp_path, metric_for_best_model="loss" if best else None, **options)
+    NeuronMoETrainer(model=tiny_model("llama"), args=own, train_dataset=rows, **best).train()
+    assert [record["step"] for record in records(tmp_path)] == sorted([*range(1, LEARNED + 1), 16, *saved])
+    if options["save_strategy"] != "no" and not isinstance(rows, Stream):
+        assert {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*")} == {*saved}
 
 
 def test_blocks_that_are_never_seen_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
