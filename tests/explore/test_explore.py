@@ -270,8 +270,8 @@ def test_a_conversion_s_plan_leaves_what_it_cannot_store_in_bf16(tmp_path):
     LlamaForCausalLM(LlamaConfig(mlp_bias=True, **sizes, **heads)).bfloat16().save_pretrained(tmp_path / "biased")
     result = explore(tmp_path / "biased", TEXT, replace(SMALL, formats=("mxfp8", "mxfp4"), budget="100%"))
     assert result.plan.recipe == {"*": "mxfp8"} and {"bf16", "mxfp8"} <= set(result.uniform)
-    assert result.frozen_plan is not None and result.frozen_plan.recipe == {"*": "bf16"}
-    convert_checkpoint(tmp_path / "biased", tmp_path / "dst", ConvertOptions(result.frozen_plan.recipe, pad=True))
+    assert result.convert_plan is not None and result.convert_plan.recipe == {"*": "bf16"}
+    convert_checkpoint(tmp_path / "biased", tmp_path / "dst", ConvertOptions(result.convert_plan.recipe, pad=True))
 
 
 def test_the_page_says_what_the_result_holds(model_dir, tmp_path):
