@@ -160,11 +160,12 @@ def softcap_to_round(values: Tensor, cap: float, out: Tensor) -> Tensor:
 
     ``tanh(x) = 2 s(2x) - 1``, s the logistic function, which loses small values: these are returned as they are.
     """
-    end, small = _TANH_ENDS * cap, _TANH_IS_LINEAR * cap
-    x = torch.clamp(values, -end, end, out=_spare(values, "softcap"))
-    rest = torch.mul(x, 2 / cap, out=out).sigmoid_().sub_(x, alpha=0.5 / cap).sub_(0.5)
-    torch.ops.aten.hardshrink_backward.grad_input(rest, x, small, grad_input=rest)
-    return torch.add(x, rest, alpha=2 * cap, out=rest)
+    small = _TANH_IS_LINEAR * cap
+    rest = torch.mul(values, 2 / cap, out=out).sigmoid_().sub_(0.5)
+    torch.ops.aten.hardshrink_backward.grad_input(rest, values, small, grad_input=rest)  # 0 up to small
+    below, near = math.nextafter(small, math.inf), _spare(values, "softcap")
+    torch.ops.aten.hardtanh_backward.grad_input(values, values, -below, below, grad_input=near)  # 0 from below on
+    return torch.add(near, rest, alpha=2 * cap, out=rest)
 
 
 def silu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -176,7 +177,6 @@ def silu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 SWISH_BETA = 1.702
 _TANH_IS_ONE = 60.0  # from half of it on
 _TANH_IS_LINEAR = 0.01  # up to it, within 2**-14
-_TANH_ENDS = 10.0  # 1 in fp32 from here on
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
 _NO_LIMIT = 2.0**80  # a value that is not reached by here is never reached
