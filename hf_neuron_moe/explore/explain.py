@@ -165,6 +165,9 @@ def _worst_expert(block: BlockMeasures, operand: Operand) -> str:
     if block.experts == 1:
         return ""
     ratios = operand.sqnr_by_expert()
-    seen = [(ratio, expert) for expert, ratio in enumerate(ratios) if not math.isnan(ratio)]
+    used = block.tokens_E.tolist()
+    seen = [(ratio, expert) for expert, ratio in enumerate(ratios) if used[expert] and not math.isnan(ratio)]
+    if not seen:
+        return ""
     ratio, expert = min(seen)
     return f"; worst is expert {expert} with {ratio:.1f} dB, which saw {int(block.tokens_E[expert]):,} tokens"

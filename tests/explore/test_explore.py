@@ -274,6 +274,18 @@ def test_a_conversion_s_plan_leaves_what_it_cannot_store_in_bf16(tmp_path):
     convert_checkpoint(tmp_path / "biased", tmp_path / "dst", ConvertOptions(result.convert_plan.recipe, pad=True))
 
 
+def test_an_expert_without_tokens_is_not_the_reason(tmp_path):
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(tmp_path / "model", "mixtral"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()  # whose ties are always the same two experts
+    model.save_pretrained(tmp_path / "model")
+    result = explore(tmp_path / "model", TEXT, SMALL)
+    assert all((block.tokens_E == 0).sum() == 2 for block in result.measures.blocks.values())
+    for row in result.ranking["mxfp8"]:
+        assert "worst is expert" in row.reason.text and "saw 0 tokens" not in row.reason.text
+
+
 def test_the_page_says_what_the_result_holds(model_dir, tmp_path):
     result = explore(model_dir, TEXT, Options(tokens=256, length=64, verify=2, formats=("mxfp8", "mxfp4", "fp8-saved")))
     write_explore_page(result, tmp_path / "page.html")

@@ -123,6 +123,7 @@ def described(alarm: Mapping[str, Any], count: int) -> str:
     bounds = {"at least": alarm["low"], "at most": alarm["high"]}
     limits = " and ".join(f"{word} {limit:.3g}" for word, limit in bounds.items() if limit is not None)
     place = f"{what}{expert} of {alarm['product']} in {alarm['block']}, step {alarm['step']}"
+    place += f", process {alarm['process']}" if alarm.get("process") else ""
     others = "" if count == 1 else f" (and {count - 1} more figures)"
     return f"{alarm['figure']} {alarm['value']:.3g}, expected {limits}, in {place}{others}"
 

@@ -129,8 +129,10 @@ class Watch:
             findings = check_forward(call, seen, self._generator, suspicious)
         else:
             findings = check_backward(call, seen, self._generator)
-        if _rows(call) < FEW:
-            for found in findings:
+        for found in findings:
+            if call.routing is None:
+                found.expert = -1  # the only one of a dense block
+            if _rows(call) < FEW:
                 found.figures = {key: value for key, value in found.figures.items() if key in (*_COMPARED, "nonfinite")}
         self._judge(name, findings, form)
         looked.seconds += time.perf_counter() - began

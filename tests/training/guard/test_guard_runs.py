@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_neuron_moe import NeuronMoECallback, NeuronMoETrainer, patch_model
 from hf_neuron_moe.errors import ConfigError, GuardError, NeuronMoEWarning, ReportError, UnsupportedModelError
@@ -112,6 +113,31 @@ def test_bands_go_on_after_a_resume(tmp_path: Path) -> None:
     rounding = next(alarm for alarm in records(tmp_path)[-1]["alarms"] if alarm["figure"] == "rounding")
     assert (first["block"], first["product"]) == (BLOCK, "gate_up")
     assert rounding["high"] < 1e-3  # a learned band; without one it would be 2e-2
+
+
+class Poison(TrainerCallback):
+    """Puts a NaN into a parameter before the first step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            kwargs["model"].get_parameter(self.name).view(-1)[0] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "expert"),
+    [("llama", "down_proj.weight", -1), ("mixtral", "experts.down_proj", 0)],
+)
+def test_only_blocks_of_experts_have_one_named(family: str, name: str, expert: int, tmp_path: Path) -> None:
+    options = {"neuron_guard": "stop", "neuron_precision": "bf16"}
+    run = trainer(tiny_model(family), tmp_path, callbacks=[Poison(f"model.layers.1.mlp.{name}")], **options)
+    with pytest.raises(GuardError) as error:
+        run.train()
+    first = records(tmp_path)[0]["alarms"][0]
+    assert (first["operand"], first["expert"]) == ("weights", expert)
+    assert ("of expert 0 of down" in str(error.value)) == (expert == 0)
 
 
 def test_a_trainer_of_ones_own_gets_the_guard_from_the_callback(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_processes_share_their_worst_figures_and_first_alarms() -> None:
     alarm |= {"figure": "rms", "value": 0.0, "low": 0.5, "high": 9.0}
     text = "rms 0, expected at least 0.5 and at most 9, in the operand weights of expert 4 of down in b, step 9"
     assert described(alarm, 1) == text
+    assert described(alarm | {"process": 0}, 1) == text and described(alarm | {"process": 2}, 1) == f"{text}, process 2"
 
 
 def test_rows_of_other_processes_experts_are_left_out() -> None:
