@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -83,8 +83,14 @@ def prepare_adapters(model: nn.Module) -> None:
                 if is_sharded(factor.weight):  # peft gives the sizes of a part, and the engine reads the whole's
                     factor.out_features, factor.in_features = factor.weight.shape
                     if is_sharded(layer.base_layer.weight):
-                        _share(factor.weight, layer.base_layer.weight.device_mesh)
+                        for parameter in factor.parameters():
+                            _share(parameter, layer.base_layer.weight.device_mesh)
             layer.get_delta_weight = MethodType(_delta_weight, layer)
+        copies = layer._modules.get("modules_to_save")
+        if copies is not None and any(map(installed, copies.modules())):
+            expected = "one that tensor parallelism leaves whole, since a copy computes with the original's weights"
+            fix = "Leave it out of modules_to_save."
+            raise UnsupportedModelError.about("the module to save", expected, "a cut one", fix).named(name)
 
 
 def release_adapters(model: nn.Module) -> None:
@@ -124,20 +130,28 @@ def _check_linear(layer: Any, name: str) -> None:
                 raise UnsupportedModelError.about("the adapter", expected, got, fix).named(name)
 
 
-def _share(factor: Tensor, mesh: Any) -> None:
+class _Average(NamedTuple):
+    """A hook that averages a parameter's gradient over groups of processes."""
+
+    groups: list[Any]
+
+    def __call__(self, parameter: Any) -> None:
+        for group in self.groups:
+            dist.all_reduce(local(parameter.grad), group=group)
+            parameter.grad /= group.size()
+
+
+def _share(factor: Any, mesh: Any) -> None:
     """Keep a factor that peft cut equal on the processes of `mesh` that hold the same part and have other tokens."""
     groups = [mesh.get_group(axis) for axis, name in enumerate(mesh.mesh_dim_names or ()) if name != "tp"]
     if groups and factor.requires_grad and not hasattr(factor, "neuron_shared"):
-
-        def average(shared: Any) -> None:
-            for group in groups:
-                dist.all_reduce(local(shared.grad), group=group)
-                shared.grad /= group.size()
-
         for group in groups:
             dist.broadcast(local(factor.detach()), group_src=0, group=group)
-        factor.register_post_accumulate_grad_hook(average)
-        factor.neuron_shared = True  # type: ignore[attr-defined]
+        if not any(isinstance(hook, _Average) for hook in (factor._post_accumulate_grad_hooks or {}).values()):
+            factor.register_post_accumulate_grad_hook(_Average(groups))
+        # Module.to swaps the tensor for another one, which has the list of hooks but does not call them: set it again.
+        factor._post_accumulate_grad_hooks = factor._post_accumulate_grad_hooks
+        factor.neuron_shared = True
 
 
 @contextmanager

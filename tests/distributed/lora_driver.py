@@ -89,6 +89,7 @@ ALWAYS_ROUNDED = [
     *(("mixtral", layout, "mxfp8") for layout in ("tp2", "fsdp2", "ep2-fsdp2", "ep4", "tp2-fsdp2")),
 ]
 REFUSED = "refused"
+CONVERTED = "converted"
 CHECKPOINTED = {("llama", "tp2"), ("mixtral", "ep2-tp2")}
 
 
@@ -224,6 +225,26 @@ def refused_cell(folder: Path) -> dict[str, Any]:
     return {"error": ""}
 
 
+def converted_cell(folder: Path, rank: int) -> dict[str, Any]:
+    """Gradients of adapters with biases, of a model that computed once and was then put into another dtype and back."""
+    targets = {"target_modules": ["q_proj", "v_proj"], "lora_bias": True}
+
+    def prepare(model: nn.Module) -> nn.Module:
+        wrapped = adapted(targets, average=True)(model)
+        with torch.no_grad():
+            wrapped(tokens())
+        return wrapped.to(torch.float64).to(torch.float32)
+
+    if rank == 0:
+        tiny_model("qwen2", num_hidden_layers=1).save_pretrained(folder / "qwen2")
+    dist.barrier()
+    trial = Trial(str(folder / "qwen2"), FOUR["tp2-fsdp2"], {"precision": "fp32"}, steps=1, prepare=prepare)
+    alone = replace(trial, prepare=adapted(targets, average=False))
+    expected = train(alone, load(alone, distributed=False))
+    found = train(trial, load(trial, distributed=True), rank // 2, trial.batches)
+    return {"gradients": compare(expected, found).gradients}
+
+
 def trainer_cell(layout: str, folder: Path, rank: int) -> dict[str, Any]:
     """Losses of the Trainer, with adapters that start unequal on processes that have other tokens."""
     losses, sizes = [], (LAYOUTS | FOUR)[layout]
@@ -297,6 +318,7 @@ def cells(folder: Path, rank: int, processes: int, every: bool) -> Iterator[tupl
     yield TRAINER, lambda: trainer_cell("ep2-fsdp2" if processes == 2 else "tp2-fsdp2", folder, rank)
     if processes == 4:
         yield REFUSED, lambda: refused_cell(folder)
+        yield CONVERTED, lambda: converted_cell(folder, rank)
 
 
 def main(folder: Path, rank: int, processes: int, every: bool) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.distributed.lora_driver import (
     ALWAYS,
     ALWAYS_ROUNDED,
+    CONVERTED,
     NAMES,
     NAMES_OF_FOUR,
     REFUSED,
@@ -161,3 +162,12 @@ def test_adapters_that_were_sized_before_patching_are_refused(found_of_four: lis
         assert "which peft took from the part that FSDP stores" in rank[REFUSED]["error"]
         assert "Call patch_model before get_peft_model" in rank[REFUSED]["error"]
         assert not rank[REFUSED]["patched"]
+
+
+def test_biases_of_cut_factors_are_averaged_too_and_still_after_a_change_of_dtype(
+    found_of_four: list[dict[str, Any]],
+) -> None:
+    for rank in found_of_four:
+        gradients = rank[CONVERTED]["gradients"]
+        assert len(gradients) == 6 and sum(name.endswith("bias") for name in gradients) == 2
+        assert max(gradients.values()) <= 2e-6, gradients

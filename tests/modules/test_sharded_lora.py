@@ -136,6 +136,23 @@ def test_adapters_on_layers_that_are_cut_otherwise_are_refused(tmp_path: Path) -
         wrapped(tokens())
 
 
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_copies_of_cut_layers_which_would_not_be_trained_are_refused(name: str, tmp_path: Path) -> None:
+    model = sharded("llama", tmp_path, {"tp_size": 2})
+    patch_model(model, {"precision": "fp32"})
+    wrapped = adapted(model, target_modules=["q_proj"], modules_to_save=[name])
+    with refused(UnsupportedModelError, "the module to save", "Leave it out of modules_to_save", got="a cut one"):
+        wrapped(tokens())
+
+
+def test_copies_of_whole_layers_are_trained(tmp_path: Path) -> None:
+    model = sharded("llama", tmp_path, {"tp_size": 2})
+    patch_model(model, {"precision": "fp32"})
+    wrapped = adapted(model, target_modules=["q_proj"], modules_to_save=["norm"])
+    wrapped(tokens(), labels=tokens()).loss.backward()
+    assert wrapped.get_base_model().model.norm.modules_to_save["default"].weight.grad.any()
+
+
 @pytest.mark.parametrize("_first_process", [4], indirect=True)
 @pytest.mark.parametrize("second", ["tp_size", "dp_replicate_size"])
 def test_adapters_on_layers_that_fsdp_cuts_too_are_sized_by_whole_layers(tmp_path: Path, second: str) -> None:
