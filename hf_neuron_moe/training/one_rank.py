@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, counted
 from hf_neuron_moe.modules.block import put_parameter
+from hf_neuron_moe.modules.engine import axis_parts
+from hf_neuron_moe.modules.sharded_lora import size_by_layers
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
 from hf_neuron_moe.training.other_ranks import Exchange, Routing, Traffic
 from hf_neuron_moe.training.saved_tensors import local_part
@@ -268,6 +270,7 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         cut = dict(mine.named_parameters())
         mine.tie_weights(recompute_mapping=False)
         tied = [(param, mine.get_parameter(name)) for name, param in cut.items()]
+        size_by_layers(mine)
         whole = prepared(mine)
         if _trained_shapes(whole) != _trained_shapes(prepared(computing)):
             raise refused_layout(layout, "peft gives adapters the shape of FSDP's parts of a weight")
@@ -282,8 +285,10 @@ def _held(model: PreTrainedModel, layout: Layout, rank: int, prepared: Prepared)
         return Held(held, gradients, parts, numbers_of(prepared(copy.deepcopy(model))), gathered, sent)
 
 
-def _trained_shapes(model: nn.Module) -> list[Any]:
-    return [each.shape for each in model.parameters() if each.requires_grad]
+def _trained_shapes(model: nn.Module) -> list[list[int]]:
+    """Shapes that a rank computes with, FSDP's cuts apart."""
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return [[size // axis_parts(each, axis)[0] for axis, size in enumerate(each.shape)] for each in trained]
 
 
 def _experts_of(model: Any) -> dict[str, int]:
