@@ -48,6 +48,7 @@ FOUR: dict[str, dict[str, int]] = {
     "tp2-fsdp2": {"tp": 2, "fsdp": 2},
     "ep4": {"ep": 4, "fsdp": 4},
     "fsdp2-replicate2": {"fsdp": 2, "dp_replicate": 2},
+    "tp2-replicate2": {"tp": 2, "dp_replicate": 2},
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = ["gate_proj", "up_proj", "down_proj"]
@@ -65,7 +66,7 @@ NAMES = [f"{family}/{layout}" for family, layout in CELLS]
 CELLS_OF_FOUR = [
     *(("mixtral", layout) for layout in FOUR),
     ("gpt_oss", "ep2-fsdp4"),
-    *(("llama", layout) for layout in ("tp2-fsdp2", "fsdp2-replicate2")),
+    *(("llama", layout) for layout in ("tp2-fsdp2", "fsdp2-replicate2", "tp2-replicate2")),
 ]
 NAMES_OF_FOUR = [f"{family}/{layout}" for family, layout in CELLS_OF_FOUR]
 ALWAYS = [
