@@ -60,6 +60,20 @@ def test_parts_and_finalize_give_the_bytes_of_one_run(variant, count, checkpoint
     assert finalize_checkpoint(source, tmp_path / "dst") == manifest, "calling it again changes nothing"
 
 
+def test_a_part_that_finds_a_marker_alone_makes_the_folders(checkpoint, snapshot, tmp_path):
+    """Another part has written it a moment ago, or was killed behind it."""
+    source = checkpoint("mixtral", shard="100KB")
+    convert_checkpoint(source, tmp_path / "one", SMALL)
+    convert_checkpoint(source, tmp_path / "dst", SMALL, part=(1, 2))
+    home = commit.partial_of(tmp_path / "dst")
+    for path in [path for path in home.iterdir() if path.is_dir()]:
+        shutil.rmtree(path)
+    for index in (2, 1):
+        convert_checkpoint(source, tmp_path / "dst", SMALL, part=(index, 2))
+    finalize_checkpoint(source, tmp_path / "dst")
+    assert snapshot(tmp_path / "dst") == snapshot(tmp_path / "one")
+
+
 def test_parts_made_at_once_and_on_other_machines(checkpoint, snapshot, tmp_path):
     """Two parts at once in one folder, a third elsewhere from a copy of the source with other times."""
     source = checkpoint("mixtral", shard="100KB")

@@ -204,18 +204,6 @@ def test_the_layout_that_fits_is_the_one_that_sends_least() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_counts_layouts_that_adapters_cannot_have() -> None:
-    pytest.importorskip("peft")
-    with torch.device("meta"):
-        config = tiny_config("llama", num_hidden_layers=1)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    memory = sum(param.nbytes for param in model.parameters()) // 3  # a quarter may fit, but for activations
-    options: dict[str, Any] = {"batch": 1, "length": 64, "lora_rank": 4, "memory": memory, "devices": 4}
-    with pytest.raises(ConfigError, match=r"peft gives adapters the shape of FSDP's parts of a weight \(1\)"):
-        fit_layout(model, {"minimal": NeuronMoEConfig()}, **options)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "layout", "options"),
     [

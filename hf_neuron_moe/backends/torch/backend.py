@@ -340,8 +340,10 @@ def _checkpoints(saved: Saved, keep: Keep, inner: int, gating: Gating) -> Checkp
     up_cut = saved_up_columns(inner) if keep.backward else None
     if keep.fp8:
         codes, scales = saved[0], saved[1]
-        limits = (gating.gate_limits, gating.up_limits)
-        gate, up_ = (FP8Rows(*each, not gating.rounded) for each in zip(codes, scales, limits, strict=True))
+        gate, up_ = (
+            FP8Rows(codes[i], scales[i], limits, not gating.rounded)
+            for i, limits in enumerate((gating.gate_limits, gating.up_limits))
+        )
         return Checkpoints(gate, up_, up_cut=up_cut)
     names = ("gate_pre", "up", "gate_act", "intermediate")
     kept = (tensor if name in keep.names else None for name, tensor in zip(names, saved, strict=True))

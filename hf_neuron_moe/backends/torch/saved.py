@@ -61,10 +61,10 @@ class FP8Rows:
             return rounded
         stored = clip_(rounded.clone(), self.limits) if self.limited else rounded
         padded, scales = group_quantize_fp8(F.pad(stored, (0, -rounded.shape[1] % GROUP)), GROUP)
-        codes, seen = padded.view(torch.uint8)[:, : rounded.shape[1]], values if self.exact else rounded.float()
+        codes = padded.view(torch.uint8)[:, : rounded.shape[1]]
         for limit, code, beyond in zip(self.limits, _AT_LIMIT, (torch.ge, torch.le), strict=True):
             if limit is not None:
-                codes = codes.masked_fill(beyond(seen, limit), code)
+                codes = codes.masked_fill(beyond(values if self.exact else rounded.float(), limit), code)
         self.codes[rows, columns] = codes
         self.scales[rows, _groups(columns)] = scales
         return rounded

@@ -124,6 +124,10 @@ class Job:
         # On the disk before there is anything else in the folder that a power cut could leave without marker.
         marker = self.home / commit.MARKER_FILE
         self._write_record(marker, content, self.home / f"{marker.name}.{secrets.token_hex(6)}")
+        self.make_folders()
+
+    def make_folders(self) -> None:
+        """Make those folders that are missing: the process that wrote the marker may not have come to that yet."""
         for path in (self.folder, self.home / DONE, self.home / SOURCES):
             with suppress(FileExistsError):
                 disk.make_folder(path)
@@ -169,6 +173,8 @@ def opened(
                 commit.empty(job.home, ("",) if found is None else (WRITING, commit.MARKER_FILE + "."))
             if found is None or not part:
                 job.start(content)
+            else:
+                job.make_folders()
             yield job
         except BaseException:
             if resume or part:
