@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
-from hf_neuron_moe.activation_policy import as_activations, canonical_keep
+from hf_neuron_moe.activation_policy import Activations, as_activations, canonical_keep
 from hf_neuron_moe.backends import drop_weight_copies, get_backend, resolve_backend
 from hf_neuron_moe.errors import ConfigError, public, with_article
 from hf_neuron_moe.modules.block import NeuronBlock
@@ -21,7 +23,7 @@ from hf_neuron_moe.patching.preconditions import check_called, unsupported
 
 @one_at_a_time
 @public
-def set_activations(model: nn.Module, activations: object) -> dict[str, str]:
+def set_activations(model: nn.Module, activations: Activations | Mapping[str, Any]) -> dict[str, str]:
     """Change what the blocks of a patched or loaded model keep for backward; return each block's policy by its name.
 
     The way to choose a policy for blocks with frozen MX weights, which come patched. The report that ``patch_model``
