@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.engine import axis_parts, is_sharded_at_loading, local
+from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded_at_loading, local
 from hf_neuron_moe.modules.experts import ExpertsBlock, NeuronExperts
 from hf_neuron_moe.modules.experts_calls import SHARED, STACKED
 from hf_neuron_moe.modules.experts_form import parameter_of
@@ -55,9 +55,23 @@ def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
 
 def expert_processes(block: NeuronBlock) -> int:
     """Return over how many processes the experts of `block` are divided."""
-    if not isinstance(block, ExpertsBlock):
-        return 1
-    return axis_parts(parameter_of(block, block.neuron_form.down), 0)[0]
+    return _expert_parts(block)[0]
+
+
+def first_expert(block: NeuronBlock) -> int:
+    """Return the model's number of the first expert that this process has of `block`; 0 for a dense block."""
+    parts, index = _expert_parts(block)
+    return block_sizes(block)[0] // parts * index
+
+
+def _expert_parts(block: NeuronBlock) -> tuple[int, int]:
+    """Return over how many processes experts are divided, and which part is here."""
+    if isinstance(block, ExpertsBlock):
+        return axis_parts(parameter_of(block, block.neuron_form.down), 0)
+    found = installed(block)  # codes are buffers, which do not say how they were divided
+    if found is None or found.experts is None:
+        return 1, 0
+    return found.mesh.size(), found.mesh.get_local_rank()
 
 
 def processes_with_one_batch(model: nn.Module) -> int:

@@ -12,6 +12,8 @@ LEARNED = 8
 FACTOR = 64.0  # magnitudes may grow or shrink by it
 DECIBELS = 8.0  # an operand's SQNR may fall by it
 FLUSHED = 0.25  # by which the share of flushed values may grow
+WEIGHT = "largest_weight"
+"""Figure of the operand of ``down``: the largest routing weight. It has no band; rows count by their share of it."""
 
 _FORMS = {
     "bf16": (8e-2, 2e-2, 4e-4),
@@ -64,13 +66,17 @@ class Bands:
             return Limits(None, worst)
         if figure == "rounding":
             return Limits(None, min(rounding, 2 * seen.high + least) if learned else rounding)
-        if not learned:
+        if not learned or figure == WEIGHT:
             return Limits(None, None)
         if figure == "sqnr_db":
             return Limits(seen.low - DECIBELS, None)
         if figure == "flushed":
             return Limits(None, seen.high + FLUSHED)
         return Limits(seen.low / FACTOR, seen.high * FACTOR)
+
+    def largest_weight(self, block: str) -> float:
+        """Return the largest routing weight that a block has had; 0 where none was seen."""
+        return max(0.0, self.seen.get((block, "down", "activations", WEIGHT), _Seen()).high)
 
     def learn(self, blocks: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> None:
         """Widen the bands by the figures of a step without alarms; zeros and what is not finite teach nothing."""

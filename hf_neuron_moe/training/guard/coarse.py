@@ -20,6 +20,7 @@ from hf_neuron_moe.training.guard.second import Network, Pre
 
 _CHUNK = 1024
 _TINY = 1e-30
+_SAMPLED = 8  # rows of an expert
 
 
 @dataclass
@@ -31,8 +32,10 @@ class Coarse:
     pair_error_P: Tensor | None = None  # backward: of the routing weights' gradients
     channels: dict[int, list[Tensor]] = field(default_factory=dict)
     """Backward, by expert: the error of each intermediate channel's gradient of gate, up and down weights, ``[I]``."""
-    inter_rows: list[Tensor] = field(default_factory=list)  # samples of the operand of down, ``[R, I]``
-    grad_rows: list[Tensor] = field(default_factory=list)  # samples of the gradients of gate and up, ``[R, 2I]``
+    inter_rows: list[Tensor] = field(default_factory=list)
+    """Forward: samples of the operand of down, without routing weights, ``[R, I]``."""
+    grad_rows: list[Tensor] = field(default_factory=list)
+    """Backward: samples of the gradients of gate and up, without routing weights, ``[R, 2I]``."""
 
 
 def relative(found: Tensor, expected: Tensor, dim: int = -1) -> Tensor:
@@ -87,9 +90,15 @@ def coarse_forward(call: Call, out_TH: Tensor, pre: Pre | None) -> Coarse:
                 rows_RH = rows_RH + bias_H * scale
             total_TH.index_add_(0, token_R, rows_RH)
             if not start:
-                inter_rows.append(inter[:8])
+                inter_rows.append(_sample(inter, run.scale_R))
     saved = torch.cat(errors) if errors else None
     return Coarse(relative(out_TH.float(), total_TH), saved, inter_rows=inter_rows)
+
+
+def _sample(values_RC: Tensor, scale_R: Tensor | None) -> Tensor:
+    """Return some rows of an expert without their routing weights, which differ by powers of ten."""
+    few_RC = values_RC[:_SAMPLED]
+    return few_RC if scale_R is None else few_RC / scale_R[:_SAMPLED].abs().clamp(min=_TINY).unsqueeze(1)
 
 
 @dataclass
@@ -135,8 +144,8 @@ def coarse_backward(
             right_R, left_R = x_RH.float() @ signs_H, dout_RH.float() @ signs_H
             sums += torch.stack([d_gate.t() @ right_R, d_up.t() @ right_R, inter.t() @ left_R])
             if not start:
-                found.grad_rows.append(torch.cat([d_gate[:8], d_up[:8]], 1) if weights[0] is not None else d_up[:8])
-                found.inter_rows.append(inter[:8])
+                both = [d_up] if weights[0] is None else [d_gate, d_up]
+                found.grad_rows.append(torch.cat([_sample(each, run.scale_R) for each in both], 1))
         if grads is not None:
             found.channels[run.expert] = _channel_errors(grads, run.expert, sums, signs_H)
     if dx_TH is not None:

@@ -18,9 +18,9 @@ from hf_neuron_moe.backends.spec import ExpertWeights, FFNWeights
 from hf_neuron_moe.modules.op_watch import WATCHERS, OpCall
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.training.block_calls import Call, decoded
-from hf_neuron_moe.training.blocks import patched_blocks
+from hf_neuron_moe.training.blocks import first_expert, patched_blocks
 from hf_neuron_moe.training.guard.backward_check import check_backward
-from hf_neuron_moe.training.guard.bands import Bands
+from hf_neuron_moe.training.guard.bands import WEIGHT, Bands
 from hf_neuron_moe.training.guard.findings import Finding
 from hf_neuron_moe.training.guard.forward_check import check_forward
 from hf_neuron_moe.training.guard.reproduction import Reproduction
@@ -29,7 +29,11 @@ _DX, _GATE_DW, _UP_DW = ("gate_up.dx", "dx"), ("gate_up.dw", "gate"), ("gate_up.
 _ROUTING = ("down.dx", "routing")
 _COMPARED = ("worst", "rounding")
 FEW = 16
-"""Rows of a block on a process; of fewer, magnitudes say nothing about a run. Expert parallelism may send one."""
+"""Rows of a block on a process; of fewer, magnitudes say nothing about a run. Expert parallelism may send one.
+
+Rows of experts count by their routing weights: where a router is sure of other experts, all that comes here has weights
+of 1e-6, and so have results and gradients.
+"""
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Watch:
     def __init__(self, model: nn.Module, bands: Bands, seed: int = 0) -> None:
         self.blocks, self.bands, self.seed = patched_blocks(model), bands, seed
         self.looked: StepLooked | None = None
+        self._first_expert = {name: first_expert(block) for name, block in self.blocks.items()}
         self._handles: list[RemovableHandle] = [
             block.register_forward_pre_hook(functools.partial(self._enter, name)) for name, block in self.blocks.items()
         ]  # for the whole training: a compiled model would be compiled again
@@ -132,10 +137,30 @@ class Watch:
         for found in findings:
             if call.routing is None:
                 found.expert = -1  # the only one of a dense block
-            if _rows(call) < FEW:
-                found.figures = {key: value for key, value in found.figures.items() if key in (*_COMPARED, "nonfinite")}
+            elif found.expert >= 0:
+                found.expert += self._first_expert[name]  # by its number in the model
+        self._leave_out(name, call, findings)
         self._judge(name, findings, form)
         looked.seconds += time.perf_counter() - began
+
+    def _leave_out(self, block: str, call: Call, findings: Sequence[Finding]) -> None:
+        """Leave out magnitudes of too few rows, but those of weights, and add the largest routing weight."""
+        rows: float = max(len(call.x_TH), 0 if call.dout_TH is None else len(call.dout_TH))  # FP8 saves no x
+        if call.routing is not None:
+            own = call.routing.index_TK < len(call.projections.down_EHI)
+            weight_R = call.routing.weight_TK[own].float().abs()
+            largest = float(weight_R.max()) if len(weight_R) else 0.0
+            known = max(largest, self.bands.largest_weight(block))
+            rows = float(weight_R.sum()) / known if known else 0.0
+            for found in findings:
+                if (found.product, found.name) == ("down", "activations"):
+                    found.figures[WEIGHT] = largest
+        if rows >= FEW:
+            return
+        always = (*_COMPARED, "nonfinite", WEIGHT)
+        for found in findings:
+            if found.name != "weights":
+                found.figures = {key: value for key, value in found.figures.items() if key in always}
 
     def _judge(self, block: str, findings: Sequence[Finding], form: str) -> None:
         looked = self.looked
@@ -190,13 +215,6 @@ def blamed(wrong: Sequence[Wrong], *, routed: bool) -> Iterator[tuple[Finding, s
                 yield found, figure, low, high, source
             continue
         yield found, figure, low, high, found.product
-
-
-def _rows(call: Call) -> int:
-    """Return how many rows the experts of this process get, or a dense block."""
-    if call.routing is None:
-        return max(len(call.x_TH), 0 if call.dout_TH is None else len(call.dout_TH))  # FP8 saves no x
-    return int((call.routing.index_TK < len(call.projections.down_EHI)).sum())
 
 
 def _down(weights: FFNWeights | ExpertWeights | MXExpertStack) -> Tensor:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import compute
@@ -18,7 +19,7 @@ from hf_neuron_moe.training.guard.findings import Evidence, Finding, operand
 from hf_neuron_moe.training.guard.guard import described, first_of_all, merged
 from hf_neuron_moe.training.guard.reproduction import Reproduction
 from hf_neuron_moe.training.guard.second import Product
-from hf_neuron_moe.training.guard.watch import Watch, blamed
+from hf_neuron_moe.training.guard.watch import StepLooked, Watch, blamed
 from tests.tiny_models import tiny_model, tokens
 
 
@@ -138,23 +139,87 @@ def test_processes_share_their_worst_figures_and_first_alarms() -> None:
     assert described(alarm | {"process": 0}, 1) == text and described(alarm | {"process": 2}, 1) == f"{text}, process 2"
 
 
-def test_rows_of_other_processes_experts_are_left_out() -> None:
-    """Pairs with ids from E on have rows in what is saved, which nobody writes."""
+def experts_watched() -> tuple[Watch, Any]:
     model = tiny_model("mixtral")
     patch_model(model, {"precision": "bf16"})
-    watch, block = Watch(model, Bands()), model.model.layers[0].mlp.experts
+    return Watch(model, Bands()), model.model.layers[0].mlp.experts
+
+
+def looked_at(watch: Watch, block: Any, index_TK: Tensor, weight_TK: Tensor, step: int = 1) -> StepLooked:
+    """Look at one call of experts."""
+    watch.begin(step)
+    x_TH = torch.randn(len(index_TK), 32, generator=torch.Generator().manual_seed(step), requires_grad=True)
+    block(x_TH, index_TK, weight_TK).sum().backward()
+    watch.pause()
+    assert watch.looked is not None and watch.looked.blocks
+    return watch.looked
+
+
+def figures_of(looked: StepLooked) -> set[str]:
+    """Return which figures there are, but those of weights."""
+    measured = [each for products in looked.blocks.values() for each in products.values()]
+    return {figure for each in measured for name, figures in each.items() if name != "weights" for figure in figures}
+
+
+def test_rows_of_other_processes_experts_are_left_out() -> None:
+    """Pairs with ids from E on have rows in what is saved, which nobody writes."""
+    watch, block = experts_watched()
     index = torch.tensor([[0, 5], [4, 1], [6, 7], [2, 0]])
     with patch.object(TorchBackend, "experts_forward", spoiled(TorchBackend.experts_forward, rows=4)):
-        watch.begin(1)
-        x = torch.randn(4, 32, requires_grad=True)
-        block(x, index, torch.full((4, 2), 0.5)).sum().backward()
-        watch.detach()
-    assert watch.looked is not None and watch.looked.blocks and watch.looked.alarms == []
-    # Of a few rows no magnitude is judged: their routing weights may be next to nothing.
-    measured = [
-        figures for products in watch.looked.blocks.values() for each in products.values() for figures in each.values()
-    ]
-    assert set().union(*measured) == {"nonfinite", "worst", "rounding"}
+        looked = looked_at(watch, block, index, torch.full((4, 2), 0.5))
+    assert looked.alarms == []
+    # Of a few rows no magnitude is judged, but that of weights, which no row changes.
+    assert figures_of(looked) == {"nonfinite", "worst", "rounding", "largest_weight"}
+    (products,) = looked.blocks.values()
+    assert products["down"]["weights"].keys() == {"nonfinite", "amax", "rms", "sqnr_db", "flushed"}
+
+
+EVERY_EXPERT = torch.arange(128).reshape(64, 2) % 4
+
+
+def learned(weight_TK: Tensor) -> tuple[Watch, Any]:
+    """Return the experts of a process after the steps in which bands are learned."""
+    watch, block = experts_watched()
+    for step in range(LEARNED):
+        looked = looked_at(watch, block, EVERY_EXPERT, weight_TK, step)
+        assert looked.alarms == [] and "amax" in figures_of(looked)
+        watch.bands.learn(looked.blocks)
+    return watch, block
+
+
+@pytest.mark.parametrize("heavy", [0, 1, 15])
+def test_rows_of_no_weight_are_not_counted(heavy: int) -> None:
+    """A router that is sure of other processes' experts sends rows of 1e-6, and perhaps a few that it means."""
+    watch, block = learned(torch.full((64, 2), 0.5))
+    weight_TK = torch.full((128,), 1e-6)
+    weight_TK[:heavy] = 0.5
+    looked = looked_at(watch, block, EVERY_EXPERT, weight_TK.reshape(64, 2), LEARNED)
+    assert looked.alarms == [] and "amax" not in figures_of(looked)
+
+
+def test_bands_do_not_depend_on_the_routing_weights_of_sampled_rows() -> None:
+    """The first rows of an expert are looked at, and their weights may all be next to nothing."""
+    watch, block = learned(torch.full((64, 2), 0.5))
+    weight_TK = torch.full((64, 2), 1e-6)
+    weight_TK[32:] = 0.5
+    looked = looked_at(watch, block, EVERY_EXPERT, weight_TK, LEARNED)
+    assert looked.alarms == [] and "amax" in figures_of(looked)
+
+
+def test_a_collapsed_activation_of_many_rows_is_an_alarm() -> None:
+    watch, block = learned(torch.full((64, 2), 0.5))
+    with torch.no_grad():
+        block.gate_up_proj.mul_(1e-3)
+    alarms = looked_at(watch, block, EVERY_EXPERT, torch.full((64, 2), 0.5), LEARNED).alarms
+    assert ("down", "activations", "amax") in {(each["product"], each["operand"], each["figure"]) for each in alarms}
+
+
+def test_a_weight_that_is_not_a_number_is_seen_in_the_operand() -> None:
+    watch, block = experts_watched()
+    weight_TK = torch.full((64, 2), 0.5)
+    weight_TK[0, 1] = math.nan
+    first = looked_at(watch, block, EVERY_EXPERT, weight_TK).alarms[0]
+    assert (first["product"], first["operand"], first["figure"]) == ("down", "activations", "nonfinite")
 
 
 def spoiled(real: Any, rows: int) -> Any:
