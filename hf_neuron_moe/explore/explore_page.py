@@ -6,7 +6,17 @@ import math
 from pathlib import Path
 
 from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
-from hf_neuron_moe.explore.measures import ACTIVATIONS, DW, DX, GRADIENTS, PRODUCTS, SAVED, WEIGHTS, WEIGHTS_MXFP4
+from hf_neuron_moe.explore.measures import (
+    ACTIVATIONS,
+    DW,
+    DX,
+    GRADIENTS,
+    PRODUCTS,
+    SAVED,
+    WEIGHTS,
+    WEIGHTS_MXFP4,
+    BlockMeasures,
+)
 from hf_neuron_moe.explore.precision_plan import source_of
 from hf_neuron_moe.report.page import Part, Section, render_page, write_page
 from hf_neuron_moe.report.plots import Cell, Figure, Table, Threshold, bar_figure, heat_map, scatter_figure
@@ -118,8 +128,13 @@ def _figures(result: Exploration, rows: list[Ranked]) -> Table:
     return Table(columns, lines)
 
 
+def _forward(blocks: dict[str, BlockMeasures]) -> dict[str, BlockMeasures]:
+    """Blocks in the model's order: they were measured in that of a backward."""
+    return dict(reversed(blocks.items()))
+
+
 def _operands(result: Exploration) -> Section:
-    blocks = result.measures.blocks
+    blocks = _forward(result.measures.blocks)
     figures = {name: {key: each.figures() for key, each in block.operands.items()} for name, block in blocks.items()}
 
     keys = [*_COLUMNS.values(), *(key for key in _EXTRA.values() if key in next(iter(figures.values())))]
@@ -170,14 +185,16 @@ def _operands(result: Exploration) -> Section:
     )
     facts = ("amax", "channel", "expert", "token")
     largest: list[list[Cell]] = [
-        [name, key, *(figures[name][key][fact] for fact in facts)] for name in blocks for key in keys
+        [name, key, *(None if figures[name][key][fact] == -1 else figures[name][key][fact] for fact in facts)]
+        for name in blocks
+        for key in keys
     ]
     return Section(
         "Operands",
         [
             text,
             *maps,
-            "Where each operand is largest. A token is a place in the text; weights have none (-1).",
+            "Where each operand is largest. A token is a place in the text; weights have none.",
             Table(["block", "operand", "largest magnitude", "channel", "expert", "token"], largest),
             "The products, on the first row of the text.",
             Table(["block", "product", "SQNR, dB"], products),
@@ -186,7 +203,7 @@ def _operands(result: Exploration) -> Section:
 
 
 def _experts(result: Exploration) -> list[Section]:
-    routed = {name: block for name, block in result.measures.blocks.items() if block.experts > 1}
+    routed = {name: block for name, block in _forward(result.measures.blocks).items() if block.experts > 1}
     if not routed:
         return []
     experts = [str(expert) for expert in range(max(block.experts for block in routed.values()))]

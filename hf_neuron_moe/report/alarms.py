@@ -13,9 +13,21 @@ from hf_neuron_moe.report.sections import LEAST_DB, MOST_PICTURES
 
 PRODUCTS = ("gate_up", "gate", "down", "down.dx", "gate_up.dx", "down.dw", "gate_up.dw")  # as they are computed
 MOST_ALARMS = 50
-_ALARM = ("step", "block", "product", "operand", "result", "expert", "figure", "value", "low", "high", "process")
+LEAST_ERROR, MOST_ERROR = 1e-8, 10.0
+"""What errors are drawn between: results are often equal to the second computation, or not finite."""
+_ALARM = ("step", "product", "operand or result", "figure", "value", "expected", "expert", "process", "block")
+_FIGURES = {
+    "worst": "worst, the largest error of a row,",
+    "rounding": "rounding, the error of the median row,",
+    "sqnr_db": "the SQNR in dB",
+    "flushed": "the share of values that become zero",
+    "amax": "amax, the largest magnitude,",
+    "rms": "rms, the root mean square,",
+    "nonfinite": "nonfinite, the number of values that are not finite,",
+}
 _REMEDY = {
-    "rounding": "The result is not what the operands give: replay the reproduction and report it.",
+    "rounding": "The result is not what its operands give, so a kernel or the memory is wrong. Replay it, resume from "
+    "a checkpoint of an earlier step, and report it with its file.",
     "sqnr_db": "The values outgrew the format: leave the block in bf16 with precision, or lower the learning rate.",
     "amax": "The values have changed since the first steps: lower the learning rate, or look at the step's data.",
     "nonfinite": "Resume from the last checkpoint with a lower learning rate, and look at the step's data.",
@@ -37,32 +49,64 @@ def guard_section(run: RunData) -> Section:
         drawing
         for name, unit, range_, worst in (
             ("Lowest SQNR of the operands", "dB", LEAST_DB, _lowest_sqnr),
-            ("Largest error of a row against a second computation", "%", 0.0, _largest_error),
-            ("Largest magnitude of the operands", "log2", 0.0, _largest_magnitude),
+            ("Largest error of a row against a second computation", "log10", 0.0, _largest_error),
+            ("Largest magnitude of operands and results", "log2", 0.0, _largest_magnitude),
         )
         if (drawing := _by_product(run.guard, name, unit, range_, worst))
     ]
     if not alarms:
         return Section(title, [f"{len(run.guard)} steps were looked at, and nothing left its band.", *drawn])
     first = alarms[0]
-    said = (
-        f"Alarms: {len(alarms)}, in {len(run.guard)} steps that were looked at. The first is {first['figure']} of "
-        f"{first['block']}, {first['product']}, in step {first['step']}. "
-    )
-    said += _REMEDY.get(_SAME.get(first["figure"], first["figure"]), "")
+    said = f"Alarms: {len(alarms)}, in {len(run.guard)} steps that were looked at. The first: {_described(first)}."
+    remedy = "What to do: " + _REMEDY.get(_SAME.get(first["figure"], first["figure"]), "Replay it.")
     file = f"guard_step{first['step']}" + (f"_process{first['process']}" if first.get("process") else "")
     replay = f"python -m hf_neuron_moe.training.guard.reproduction {run.name}/neuron_moe/{file}.safetensors"
-    rows = [[None if alarm.get(key) == -1 else alarm.get(key) for key in _ALARM] for alarm in alarms[:MOST_ALARMS]]
-    return Section(title, [said, f"Replay it in float64: {replay}", *drawn, Table(_ALARM, rows)])
+    rows = [_row(alarm) for alarm in alarms[:MOST_ALARMS]]
+    return Section(title, [said, remedy, f"Replay it in float64: {replay}", Table(_ALARM, rows), *drawn])
+
+
+def _what(alarm: Mapping[str, Any]) -> str:
+    return f"operand {alarm['operand']}" if alarm["result"] is None else f"result {alarm['result']}"
+
+
+def _expected(alarm: Mapping[str, Any]) -> str:
+    bounds = {"at least": alarm["low"], "at most": alarm["high"]}
+    return " and ".join(f"{word} {limit:.3g}" for word, limit in bounds.items() if limit is not None)
+
+
+def _value(alarm: Mapping[str, Any]) -> str:
+    return "not finite" if alarm["value"] is None else f"{alarm['value']:.3g}"
+
+
+def _described(alarm: Mapping[str, Any]) -> str:
+    """An alarm in words."""
+    expert = "" if alarm["expert"] == -1 else f" of expert {alarm['expert']}"
+    figure = _FIGURES.get(alarm["figure"], alarm["figure"])
+    place = f"{_what(alarm)}{expert} of {alarm['product']} in {alarm['block']}, step {alarm['step']}"
+    return f"{figure} was {_value(alarm)}, expected {_expected(alarm)}, in the {place}"
+
+
+def _row(alarm: Mapping[str, Any]) -> list[Any]:
+    expert = None if alarm["expert"] == -1 else alarm["expert"]
+    shown = [_what(alarm), alarm["figure"], _value(alarm), _expected(alarm), expert, alarm.get("process")]
+    return [alarm["step"], alarm["product"], *shown, alarm["block"]]
 
 
 def _by_product(
     records: Sequence[Mapping[str, Any]], name: str, unit: str, least_range: float, worst: Callable[[Measured], Any]
 ) -> Figure | None:
-    """A heat map per step; None where nothing of it was measured. The first steps with alarms are among those shown."""
+    """A heat map per step, at first that of the first alarm; None where nothing of it was measured."""
     blocks = list(dict.fromkeys(block for record in records for block in record["blocks"]))
-    known = {product for record in records for products in record["blocks"].values() for product in products}
-    products = [product for product in PRODUCTS if product in known]
+    measured = {
+        product
+        for record in records
+        for figures in record["blocks"].values()
+        for product in figures
+        if worst(figures[product]) is not None
+    }
+    products = [product for product in PRODUCTS if product in measured]
+    if not products:
+        return None
     alarmed = [index for index, record in enumerate(records) if record.get("alarms")][:MOST_PICTURES]
     chosen = {*range(0, len(records), -(-len(records) // MOST_PICTURES)), len(records) - 1, *alarmed}
     shown = [records[index] for index in sorted(chosen)]
@@ -80,12 +124,12 @@ def _by_product(
         }
         for record in shown
     }
-    if not any(cell is not None for cells in pictures.values() for row in cells for cell in row):
-        return None
     alt = f"{name}, per block and product, at {len(pictures)} steps"
     framed = [Marks("a figure of it left its band", marks)] if any(marks.values()) else []
     facts: dict[str, Any] = {"unit": unit, "least_range": least_range, "thresholds": framed}
-    return heat_map(short_names(blocks), products, pictures, title=f"{name}, by block and product", alt=alt, **facts)
+    first = str(records[alarmed[0]]["step"]) if alarmed else None
+    title = f"{name}, by block and product"
+    return heat_map(short_names(blocks), products, pictures, title=title, alt=alt, first=first, **facts)
 
 
 def _of(measured: Measured, figure: str) -> list[float]:
@@ -97,8 +141,11 @@ def _lowest_sqnr(measured: Measured) -> float | None:
 
 
 def _largest_error(measured: Measured) -> float | None:
-    return max((100 * value for value in _of(measured, "worst")), default=None)
+    """The logarithm, since errors of healthy results are of all sizes; null is an infinite error."""
+    found = [figures["worst"] for figures in measured.values() if "worst" in figures]
+    errors = (MOST_ERROR if error is None else min(max(error, LEAST_ERROR), MOST_ERROR) for error in found)
+    return max((round(math.log10(error), 1) for error in errors), default=None)
 
 
 def _largest_magnitude(measured: Measured) -> float | None:
-    return max((math.log2(value) for value in _of(measured, "amax") if value > 0), default=None)
+    return max((round(math.log2(value), 1) for value in _of(measured, "amax") if value > 0), default=None)

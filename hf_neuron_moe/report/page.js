@@ -4,6 +4,9 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const touch = matchMedia("(pointer: coarse)").matches; // where dragging scrolls the page
 
+  const BESIDE = 170; // pixels of names and colours beside a heat map
+  const LEAST_CELL = 22; // pixels of a cell with text
+
   function colored(value, key) {
     if (typeof value === "string" && /color/i.test(key) && /^var\(--\w+\)$/.test(value))
       return getComputedStyle(document.documentElement).getPropertyValue(value.slice(4, -1)).trim();
@@ -25,6 +28,7 @@
     const pressed = (button) => button.getAttribute("aria-pressed") === "true";
     const on = (tool) => [...figure.querySelectorAll(`[data-tool=${tool}]`)].some(pressed);
     const config = { displayModeBar: false, responsive: true };
+    const written = data[0]?.type === "heatmap" && data[0].texttemplate;
     Object.assign(layout, { uirevision: 0, dragmode: touch ? false : "zoom", autosize: true });
 
     function draw() {
@@ -32,6 +36,8 @@
       const shown = [...figure.querySelectorAll(".key")].map(pressed);
       for (const trace of data)
         trace.visible = (shown[+trace.legendgroup] ?? true) && (trace.meta !== "raw" || on("raw"));
+      // Values that cells have no room for could not be read: hovering shows them, and the table.
+      if (written) data[0].texttemplate = (plot.clientWidth - BESIDE) / data[0].x.length < LEAST_CELL ? "" : written;
       if (figure.querySelector("[data-tool=log]")) layout.yaxis.type = on("log") ? "log" : "linear";
       return Plotly.react(plot, colored(data, ""), colored(layout, ""), config);
     }

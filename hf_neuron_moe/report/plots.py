@@ -84,7 +84,8 @@ class Figure:
     layout: dict[str, Any]
     keys: Sequence[str] = ()  # the legend: names of the groups of traces, which can be switched off
     limits: Sequence[str] = ()  # what a frame or a dashed line means
-    frames: Sequence[Mapping[str, Any]] = ()  # of a heat map: label, z and shapes, the last is shown first
+    frames: Sequence[Mapping[str, Any]] = ()  # of a heat map: label, z and shapes
+    first: int = 0  # which of them is shown at first
     log: bool = False  # all values are positive
     raw: bool = False  # there are traces of raw values
 
@@ -177,7 +178,7 @@ def bar_figure(names: Sequence[str], series: Mapping[str, Sequence[float]], *, t
             "x": [finite(value) for value in values],
             "y": [plain(name) for name in names],
             "marker": {"color": f"var(--c{index % COLORS})"},
-            "texttemplate": "%{x:.4g}",
+            "texttemplate": "%{x:.4~g}",
             "hovertemplate": "%{y}: %{x:.5g}<extra>%{fullData.name}</extra>",
         }
         for index, (unit, values) in enumerate(series.items())
@@ -187,7 +188,9 @@ def bar_figure(names: Sequence[str], series: Mapping[str, Sequence[float]], *, t
     ends = [value for values in series.values() for value in values if math.isfinite(value)]
     if min(ends, default=0.0) < 0:  # room for the values of short bars
         span = max(*ends, 0.0) - min(ends)
-        layout["xaxis"]["range"] = [min(ends) - 0.2 * span, max(*ends, 0.0) + 0.2 * span]
+        layout["xaxis"]["range"] = [min(ends) - 0.35 * span, max(*ends, 0.0) + 0.2 * span]
+        for each in data:
+            each["texttemplate"] = "%{x:.2~g}"
     table = Table(["", *series], list(zip(names, *series.values())))
     return Figure(title, alt, table, data, layout, list(series) if len(series) > 1 else ())
 
@@ -203,12 +206,13 @@ def heat_map(
     low: float | None = None,
     least_range: float = 0.0,
     thresholds: Sequence[Threshold | Marks] = (),
+    first: str | None = None,
 ) -> Figure:
     """Return a value per row and column as colour, and as text where there is room; None is left empty.
 
     Names of rows and of columns are unique. `values` by name (of steps, say) are pictures of which a slider shows one,
-    the last at first. The colours reach from `low` (None: the least value) to the greatest value, and at least over
-    `least_range`.
+    at first the one named `first`, or the last. The colours reach from `low` (None: the least value) to the greatest
+    value, and at least over `least_range`.
     """
     pictures = values if isinstance(values, Mapping) else {"": values}
     found = (finite(cell) for cells in pictures.values() for line in cells for cell in line)
@@ -223,11 +227,12 @@ def heat_map(
         }
         for name, cells in pictures.items()
     ]
+    shown = len(frames) - 1 if first is None else list(pictures).index(first)
     drawn: dict[str, Any] = {
         "type": "heatmap",
         "x": [plain(column) for column in columns],
         "y": [plain(row) for row in rows],
-        "z": frames[-1]["z"],
+        "z": frames[shown]["z"],
         "zmin": low,
         "zmax": high,
         "colorscale": "Viridis",
@@ -236,17 +241,24 @@ def heat_map(
         "hovertemplate": f"%{{y}}, %{{x}}: %{{z:.4g}} {plain(unit)}<extra></extra>",
     }
     if len(columns) <= MOST_CELLS_WITH_TEXT:
-        drawn["texttemplate"] = "%{z:.3g}"
+        drawn["texttemplate"] = f"%{{z:{_format(known, unit)}}}"
     top = 7 * max(map(len, labels(columns)), default=0)  # of names, which are turned where they do not fit a phone
     height = (22 if len(rows) <= 40 else 12) * len(rows) + 80 + (top if top * len(columns) > 240 else 0)
-    layout = _axes("", "", height) | {"shapes": frames[-1]["shapes"]}
-    layout["xaxis"] |= _names(columns, MOST_CELLS_WITH_TEXT) | {"side": "top"}
+    layout = _axes("", "", height) | {"shapes": frames[shown]["shapes"]}
+    layout["xaxis"] |= _names(columns, MOST_CELLS_WITH_TEXT) | {"side": "top", "autotickangles": [0, 90]}
     layout["yaxis"] |= _names(rows) | {"autorange": "reversed"}
     lines = [[name, row, *line] for name, cells in pictures.items() for row, line in zip(rows, cells)]
     table, limits = Table(["step", "", *columns], lines), [each.text for each in thresholds]
     if len(frames) > 1:
-        return Figure(title, alt, table, [drawn], layout, (), limits, frames)
+        return Figure(title, alt, table, [drawn], layout, (), limits, frames, shown)
     return Figure(title, alt, Table(["", *columns], [line[1:] for line in lines]), [drawn], layout, (), limits)
+
+
+def _format(values: Sequence[float], unit: str) -> str:
+    """How values are written into the cells of a heat map: counts whole, others short."""
+    if all(value == int(value) for value in values):
+        return ",d"
+    return ".2~f" if unit == "%" else ".3~g"
 
 
 def scatter_figure(
@@ -295,7 +307,8 @@ def _curve(index: int, name: str, points: Iterable[tuple[float, float]]) -> dict
 
 def _axes(x: str, y: str, height: int) -> dict[str, Any]:
     """The layout of all figures: as wide as there is room."""
-    axis = {"automargin": True, "gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False}
+    numbers = {"exponentformat": "e", "minexponent": 4}  # 1e-5 and not 10µ: axes have units of their own
+    axis = numbers | {"automargin": True, "gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False}
     return {
         "height": height,
         "margin": {"l": 8, "r": 8, "t": 12, "b": 8},

@@ -39,3 +39,11 @@ def test_the_page_fits_and_is_accessible(browser: Any, page_file: Path, width: i
             table.locator("summary").click()
         assert clipped(page) == []
         assert violations(page) == []
+
+
+def test_blocks_stand_in_the_models_order(browser: Any, page_file: Path) -> None:
+    with visited(browser, page_file) as page:
+        maps = "figure:has(.heatmaplayer) .ytick"
+        names = page.locator(f"{maps} text").all_text_contents()
+        assert names[:2] == ["layers.0", "layers.1"] and set(names) == set(names[:2])
+        assert "-1" not in page.locator("section:has(h2:text('Operands')) > .scroll td").all_text_contents()

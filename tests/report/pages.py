@@ -149,7 +149,7 @@ def write_guard(folder: Path, steps: int, *, alarm_in: int = 0) -> None:
             for layer in range(2)
         }
         alarm = {"step": step, "block": "model.layers.1.mlp", "product": "down", "operand": "result", "figure": "worst"}
-        alarm |= {"expert": 3, "value": 0.3, "low": 0.0, "high": None, "result": "y", "process": 0}
+        alarm |= {"expert": 3, "value": 0.3, "low": None, "high": 0.08, "result": "y", "process": 0}
         lines.append(json.dumps({"step": step, "blocks": blocks, "alarms": [alarm] if step == alarm_in else []}) + "\n")
     (folder / "neuron_moe" / "guard.jsonl").write_text("".join(lines))
 

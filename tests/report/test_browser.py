@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hf_neuron_moe.report import read_runs, write_report
+from hf_neuron_moe.report.page import Section, render_page, write_page
+from hf_neuron_moe.report.plots import heat_map
 from tests.browsing import SCHEMES, WIDTHS, clipped, until, violations, visited
 from tests.report.pages import write_guard, write_run, write_study
 
@@ -104,6 +106,16 @@ def test_the_slider_goes_through_the_steps(browser: Any, report: Path) -> None:
         assert label.inner_text() == "2"
 
 
+def test_the_guards_maps_begin_with_the_first_alarm(browser: Any, report: Path) -> None:
+    with visited(browser, report, 1280) as page:
+        figure = 'figure:has([aria-label^="Largest error of a row"])'
+        assert page.locator(f"{figure} output").inner_text() == "33"
+        assert page.locator(f"{figure} .shapelayer path").count() == 1
+        page.locator(f"{figure} input").press("Home")
+        assert page.locator(f"{figure} output").inner_text() == "1"
+        assert page.locator(f"{figure} .shapelayer path").count() == 0
+
+
 def test_hovering_names_the_run_and_its_value(browser: Any, report: Path) -> None:
     with visited(browser, report, 1280) as page:
         page.locator(f"{LOSS} .plot").scroll_into_view_if_needed()
@@ -111,6 +123,21 @@ def test_hovering_names_the_run_and_its_value(browser: Any, report: Path) -> Non
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 12)
         page.wait_for_selector(f"{LOSS} .hovertext")
         assert "mxfp8, minimal" in page.locator(f"{LOSS} .hovertext").text_content()
+
+
+@pytest.mark.parametrize(("width", "written"), [(380, False), (1280, True)])
+def test_narrow_cells_have_no_values_in_them(browser: Any, tmp_path: Path, width: int, written: bool) -> None:
+    names = [f"p{place}" for place in range(12)]
+    figure = heat_map(["a"], names, [[place + 0.25 for place in range(12)]], title="map", alt="map", unit="dB")
+    write_page(render_page("Page", "", [Section("Map", [figure])]), tmp_path / "page.html")
+    with visited(browser, tmp_path / "page.html", width) as page:
+        assert page.locator(".heatmap-label").count() == 12 * written
+
+
+def test_axes_have_no_prefixes_of_units(browser: Any, report: Path) -> None:
+    with visited(browser, report, 1280) as page:
+        rates = page.locator('figure:has([aria-label^="Learning rate"]) .ytick text').all_text_contents()
+        assert rates and not any(text.endswith(("m", "µ")) for text in rates)
 
 
 def test_the_data_are_downloaded(browser: Any, report: Path, tmp_path: Path) -> None:

@@ -83,6 +83,21 @@ def test_a_heat_map_over_steps_shows_the_last() -> None:
     assert figure.table.rows == [["10", "a", 1.0], ["20", "a", 3.0]]
 
 
+def test_a_heat_map_over_steps_may_begin_with_another_one() -> None:
+    steps = {"10": [[1.0]], "20": [[3.0]]}
+    figure = drawn(heat_map(["a"], ["b"], steps, unit="x", thresholds=[LIMIT], first="10", **TEXTS))
+    assert (figure.data[0]["z"], len(figure.layout["shapes"]), figure.first) == ([[1.0]], 1, 0)
+    assert drawn(heat_map(["a"], ["b"], steps, unit="x", **TEXTS)).first == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "text"), [([1643.0, 2.0], "tokens", ",d"), ([0.00763], "%", ".2~f"), ([31.44], "dB", ".3~g")]
+)
+def test_values_in_cells_are_short_and_counts_whole(values: list[float], unit: str, text: str) -> None:
+    figure = heat_map(["a"], [str(place) for place in range(len(values))], [values], unit=unit, **TEXTS)
+    assert figure.data[0]["texttemplate"] == f"%{{z:{text}}}"
+
+
 def test_bars_and_points() -> None:
     bars = drawn(bar_figure(["p", "q"], {"KiB": [1.0, 2.0], "MiB": [3.0, 4.0]}, **TEXTS))
     assert [trace["x"] for trace in bars.data] == [[1, 2], [3, 4]] and bars.keys == ["KiB", "MiB"]
@@ -122,4 +137,5 @@ def test_long_names_of_rows_are_shortened_beside_the_picture_only() -> None:
 def test_titles_of_axes_are_broken_into_lines_and_short_negative_bars_have_room() -> None:
     bars = drawn(bar_figure(["p", "q"], {"predicted change of the loss, %": [2.0, -0.1]}, **TEXTS))
     assert bars.layout["xaxis"]["title"]["text"] == "predicted change of the<br>loss, %"
-    assert bars.layout["xaxis"]["range"] == pytest.approx([-0.52, 2.42])
+    assert bars.layout["xaxis"]["range"] == pytest.approx([-0.835, 2.42])
+    assert bars.data[0]["texttemplate"] == "%{x:.2~g}"  # "-0.00019", and not "-0.0001890", which is cut on a phone

@@ -358,28 +358,46 @@ def test_the_guards_alarms_are_framed_and_named(tmp_path: Path) -> None:
     assert "100 steps were looked at, and nothing left its band." in Page(render(read_runs(tmp_path))).text()
     write_guard(tmp_path, 100, alarm_in=68)
     page = Page(render(read_runs(tmp_path)))
-    assert (
-        "Alarms: 1, in 100 steps that were looked at. The first is worst of model.layers.1.mlp, down, in step 68."
-        in page.text()
+    said = (
+        "Alarms: 1, in 100 steps that were looked at. The first: worst, the largest error of a row, was 0.3, expected "
     )
+    said += "at most 0.08, in the result y of expert 3 of down in model.layers.1.mlp, step 68."
+    assert said in page.text() and "What to do: The result is not what its operands give" in page.text()
     assert f"reproduction {tmp_path.name}/neuron_moe/guard_step68.safetensors" in page.text()
+    row = ["68", "down", "result y", "worst", "0.3", "at most 0.08", "3", "0", "model.layers.1.mlp"]
+    assert " ".join(row) in " ".join(page.text().split())
     drawings = {
         alt.partition(",")[0]: drawn for alt, drawn in page.drawings().items() if "per block and product" in alt
     }
-    assert list(drawings) == [
-        "Lowest SQNR of the operands",
-        "Largest error of a row against a second computation",
-        "Largest magnitude of the operands",
-    ]
-    for drawing in drawings.values():
-        assert (drawing["data"][0]["x"], drawing["data"][0]["y"]) == (["gate_up", "down"], ["0.mlp", "1.mlp"])
+    columns = {
+        "Lowest SQNR of the operands": ["gate_up"],  # of down, nothing was measured
+        "Largest error of a row against a second computation": ["down"],
+        "Largest magnitude of operands and results": ["gate_up"],
+    }
+    assert {name: drawing["data"][0]["x"] for name, drawing in drawings.items()} == columns
+    for name, drawing in drawings.items():
+        assert drawing["data"][0]["y"] == ["0.mlp", "1.mlp"]
         frames = {frame["label"]: frame for frame in drawing["frames"]}
         assert len(frames) <= 42 and {"1", "68", "100"} <= frames.keys()  # every third, the alarm's and the last
-        (box,) = frames["68"]["shapes"]
-        assert [box[edge] for edge in ("x0", "x1", "y0", "y1")] == [0.5, 1.5, 0.5, 1.5]
+        boxes = [[box[edge] for edge in ("x0", "x1", "y0", "y1")] for box in frames["68"]["shapes"]]
+        assert boxes == ([[-0.5, 0.5, 0.5, 1.5]] if columns[name] == ["down"] else [])
         assert not any(frame["shapes"] for label, frame in frames.items() if label != "68")
+        assert drawing["data"][0]["z"] == frames["68"]["z"]  # the first alarm is what one sees
+        assert drawing["layout"]["shapes"] == frames["68"]["shapes"]
+    sliders = [attrs for tag, attrs in page.tags if tag == "input" and attrs.get("value") == "23"]
+    assert len(sliders) == 3
     sqnr, error, magnitude = ({f["label"]: f["z"] for f in drawn["frames"]}["68"] for drawn in drawings.values())
-    assert (sqnr[1], error[1], magnitude[1]) == ([37.8, None], [None, pytest.approx(0.3)], [2.0, None])
+    assert (sqnr[1], error, magnitude[1]) == ([37.8], [[-3.0], [-2.5]], [2.0])
+
+
+def test_an_error_that_is_not_finite_is_drawn_as_the_largest_and_none_as_the_least(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_guard(tmp_path, 1, alarm_in=1)
+    file = tmp_path / "neuron_moe" / "guard.jsonl"
+    file.write_text(file.read_text().replace('"worst": 0.003', '"worst": null').replace("0.001", "0.0"))
+    drawings = Page(render(read_runs(tmp_path))).drawings()
+    (error,) = (drawn for alt, drawn in drawings.items() if alt.startswith("Largest error"))
+    assert error["data"][0]["z"] == [[-8.0], [1.0]]
 
 
 def test_names_of_strangers_stay_text(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_stop_comes_before_the_checkpoint_and_leaves_what_replays_it(
     last = records(tmp_path)[-1]
     assert (last["step"], last["alarms"][0]["figure"]) == (BAD, "nonfinite")
     page = render(read_runs(tmp_path))
-    assert f"guard_step{BAD}.safetensors" in page and f"nonfinite of {BLOCK}, gate_up.dx, in step {BAD}" in page
+    assert f"guard_step{BAD}.safetensors" in page and f"the result dx of gate_up.dx in {BLOCK}, step {BAD}." in page
 
 
 def test_a_warning_names_the_fault_once_and_training_goes_on(tmp_path: Path) -> None:
