@@ -10,7 +10,7 @@ import pytest
 
 from hf_neuron_moe.report import read_runs, write_report
 from hf_neuron_moe.report.page import Section, render_page, write_page
-from hf_neuron_moe.report.plots import heat_map
+from hf_neuron_moe.report.plots import Line, heat_map, line_figure
 from tests.browsing import SCHEMES, WIDTHS, clipped, until, violations, visited
 from tests.report.pages import write_guard, write_run, write_study
 
@@ -134,10 +134,13 @@ def test_narrow_cells_have_no_values_in_them(browser: Any, tmp_path: Path, width
         assert page.locator(".heatmap-label").count() == 12 * written
 
 
-def test_axes_have_no_prefixes_of_units(browser: Any, report: Path) -> None:
-    with visited(browser, report, 1280) as page:
-        rates = page.locator('figure:has([aria-label^="Learning rate"]) .ytick text').all_text_contents()
-        assert rates and not any(text.endswith(("m", "µ")) for text in rates)
+def test_axes_have_no_prefixes_of_units(browser: Any, tmp_path: Path) -> None:
+    rates = [Line("rate", [(1, 1e-5), (2, 5e-5)])]
+    figure = line_figure(rates, title="rates", alt="rates", y="%")
+    write_page(render_page("Page", "", [Section("Rates", [figure])]), tmp_path / "page.html")
+    with visited(browser, tmp_path / "page.html") as page:
+        shown = page.locator(".ytick text").all_text_contents()
+        assert shown == [f"{number}e\N{MINUS SIGN}5" for number in range(1, 6)]  # and not 10µ
 
 
 def test_the_data_are_downloaded(browser: Any, report: Path, tmp_path: Path) -> None:

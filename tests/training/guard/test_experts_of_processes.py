@@ -15,6 +15,7 @@ from tests.training.guard.experts_driver import BAD
 from tests.training.guard.test_codes import EXPERT
 from tests.training.sharded_driver import SIZES
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("transformers.distributed", reason="this transformers cannot shard while loading")
 FIRST = SIZES["num_local_experts"] // 2
 """The second process's first expert."""
