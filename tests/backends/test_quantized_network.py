@@ -95,15 +95,21 @@ def products(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
 
 
 @pytest.mark.parametrize(("arrangement", "scales"), STORED)
-@pytest.mark.parametrize(("hidden", "inner"), [(128, 256), (256, 2688), (512, 128)])
-def test_dense_forward_is_the_patched_block_s_bit_for_bit(
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 256), (256, 1344), (256, 2688), (512, 128)])
+def test_dense_forward_is_the_patched_block_s(
     hidden: int, inner: int, arrangement: str, scales: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products(monkeypatch, native=False)
     gate_up, down, x = wide(2 * inner, hidden), wide(hidden, inner, seed=1), wide(37, hidden, seed=2)
     y = quantized_network(x, None, None, stack_of(gate_up, down, arrangement, scales), backend="torch")
     gate, up = gate_up.chunk(2)
-    assert torch.equal(y, ops.swiglu_mlp(x, gate, up, down, precision="mxfp8", backend="torch"))
+    expected = ops.swiglu_mlp(x, gate, up, down, precision="mxfp8", backend="torch")
+    if inner in (128, 256):
+        assert torch.equal(y, expected), "products of the same shapes"
+    # The block pads 1344 and does not split 2688: fp32 sums of another order, which may round to the next bf16 value.
+    apart, size = (y.double() - expected.double()).abs(), expected.double().abs()
+    assert (apart <= 2**-7 * size + 2**-18 * size.amax()).all(), "a bf16 rounding, and fp32 ones of large terms"
+    assert (apart > 0).float().mean() < 2**-6, "most sums round alike"
 
 
 @pytest.mark.parametrize(("arrangement", "scales"), STORED)
