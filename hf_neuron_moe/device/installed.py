@@ -245,5 +245,5 @@ def _is_placeholder(distribution: str) -> bool:
         metadata = importlib.metadata.metadata(distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
-    metadata_text = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
+    metadata_text = f"{metadata.get_payload()} {metadata.get('Description', '')}"  # type: ignore[attr-defined]
     return any(mark in metadata_text for mark in _DATA["placeholder_marks"])

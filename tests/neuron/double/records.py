@@ -35,7 +35,9 @@ def make_record(name: str, defaults: dict[str, Any], module: str, required: tupl
     """A frozen dataclass with documented fields."""
     specs: list[Any] = [(field, Any) for field in required]
     specs += [(field, Any, default) for field, default in defaults.items()]
-    return make_dataclass(name, specs, frozen=True, namespace={"__module__": module})
+    record = make_dataclass(name, specs, frozen=True)
+    record.__module__ = module  # Python 3.12 sets the caller's, after the namespace
+    return record
 
 
 def variant(kind: type[Any], form: str, without: frozenset[str]) -> type[Any]:
