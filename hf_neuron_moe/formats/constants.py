@@ -51,12 +51,10 @@ E5M2 = ElementFormat("e5m2", 5, 2, 15, 15, 57344.0, 2.0**-16, 8, torch.float8_e5
 """OCP FP8 E5M2: 0x7B is 57344, 0x7C infinity, 0x7D to 0x7F NaN. Quantizing never emits infinity: it saturates."""
 
 E2M1 = ElementFormat("e2m1", 2, 1, 1, 2, 6.0, 0.5, 4, None, torch.int16)
-"""OCP MX FP4 E2M1: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; neither infinity nor NaN."""
+"""OCP MX FP4 E2M1 (v1.0, section 5.3.3): codes 0 to 7 are 0, .5, 1, 1.5, 2, 3, 4, 6. Bit 3 is the sign; no infinity,
+no NaN."""
 
 ELEMENT_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E5M2, E2M1)}
-
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitude of E2M1 codes 0 to 7; bit 3 is the sign (OCP MX v1.0, section 5.3.3)."""
 
 
 class ScaleRule(StrEnum):

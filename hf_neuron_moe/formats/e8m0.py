@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.checks import VIEW, check_dtype
 from hf_neuron_moe.errors import public
@@ -121,5 +122,5 @@ def _factors(exponent: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _any_below(byte: Tensor, limit: int) -> bool:
-    """Whether any byte is below `limit`. Answers yes where looking would stall an accelerator."""
-    return byte.device.type != "cpu" or bool((byte < limit).any())
+    """Whether any byte is below `limit`. Answers yes where looking would stall an accelerator, or there is no value."""
+    return byte.device.type != "cpu" or isinstance(byte, FakeTensor) or bool((byte < limit).any())

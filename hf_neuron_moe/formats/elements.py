@@ -6,10 +6,11 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple
 from hf_neuron_moe.errors import ConfigError, DeviceError
-from hf_neuron_moe.formats.constants import E2M1_VALUES, E4M3FN, MX_BLOCK, ElementFormat
+from hf_neuron_moe.formats.constants import E4M3FN, MX_BLOCK, ElementFormat
 from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, MANTISSA_BITS
 
 # IEEE 754 binary16.
@@ -70,11 +71,13 @@ def _to_grid_stochastic(values: Tensor, fmt: ElementFormat, generator: torch.Gen
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the exact fp32 values of uint8 codes, contiguous, also NaN and infinity; E2M1 reads the low four bits."""
-    if codes.device.type == "cpu":
+    without_values = isinstance(codes, FakeTensor)
+    if codes.device.type == "cpu" and not without_values:
         return _decode_through_half(codes, fmt)
     # One gather from a small table: nothing here looks at values, which would stall an accelerator.
     index = codes & 0xF if fmt.dtype is None else codes
-    return decode_table(fmt, codes.device).index_select(0, index.flatten().to(torch.int32)).view(codes.shape)
+    table = _every_value(fmt, codes.device) if without_values else decode_table(fmt, codes.device)
+    return table.index_select(0, index.flatten().to(torch.int32)).view(codes.shape)
 
 
 def _decode_through_half(codes: Tensor, fmt: ElementFormat) -> Tensor:
@@ -103,9 +106,12 @@ def _decode_through_half(codes: Tensor, fmt: ElementFormat) -> Tensor:
 @lru_cache(maxsize=16)
 def decode_table(fmt: ElementFormat, device: torch.device) -> Tensor:
     """Return the fp32 value of every code of a format, ``[2**code_bits]``. Shared: do not write to it."""
-    if fmt.dtype is None:
-        positive = torch.tensor(E2M1_VALUES, device=device)
-        return torch.cat([positive, -positive])
+    return _every_value(fmt, device)
+
+
+def _every_value(fmt: ElementFormat, device: torch.device) -> Tensor:
+    if fmt.dtype is None:  # made on the device: a copy from the host could not be part of a CUDA graph
+        return _decode_through_half(torch.arange(16, dtype=torch.uint8, device=device), fmt)
     return torch.arange(256, dtype=torch.uint8, device=device).view(fmt.dtype).to(torch.float32)
 
 

@@ -187,6 +187,7 @@ class TestCounts:
     """The layer of the issue: 128 experts, 8 per token, H = I = 128, 1,024 tokens, forward and backward."""
 
     MOST: ClassVar = {"bf16": 120, "mxfp8": 400}
+    MEMORY: ClassVar = {"bf16": 1.3, "mxfp8": 1.3, "fp32": 1.6}  # over that of tiles
 
     @pytest.fixture(scope="class")
     def layer(self) -> Layer:
@@ -207,10 +208,11 @@ class TestCounts:
     def test_peak_memory(self, layer: Layer, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: False)  # else ``torch`` has no tiles
         monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
+        compute.release_scratch()  # buffers that earlier tests left are larger than what tiles need
         peak, of_tiles = (
             counted(layer.patched(b, precision, "minimal"))["peak_bytes"] for b in ("torch-grouped", "torch")
         )
-        assert peak <= 1.3 * of_tiles
+        assert peak <= self.MEMORY[precision] * of_tiles
 
 
 @pytest.mark.thinned(3)

@@ -196,13 +196,18 @@ MOST_HELD = 1 << 26
 _per_thread = threading.local()
 
 
+def without_values() -> bool:
+    """Whether tensors that are made now have no values: under a FakeTensorMode, after which none may be left behind."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def call_scratch(device: torch.device) -> Scratch:
     """Return the scratch for one call on `device`.
 
     On CPUs it is the calling thread's own and stays allocated (:func:`release_scratch` frees it); elsewhere torch's
     caching allocators make fresh buffers cheap.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or without_values():
         return Scratch(device)
     scratch: Scratch | None = getattr(_per_thread, "scratch", None)
     if scratch is None:

@@ -25,6 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.torch.compute import call_scratch
@@ -303,15 +304,16 @@ def argument_of(activation: Activation, value: float) -> float | None:
 
     A limit on the activation's value is this limit on the gate: the same values, the same mask.
     """
-    low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    while activation.value(high) < value:
-        if high > _NO_LIMIT:
-            return None
-        low, high = high, high * 2
-    for _ in range(64):
-        middle = (low + high) / 2
-        low, high = (middle, high) if activation.value(middle) < value else (low, middle)
-    return float(high.float())
+    with unset_fake_temporarily():  # the values count, also in a forward that is run for its shapes
+        low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+        while activation.value(high) < value:
+            if high > _NO_LIMIT:
+                return None
+            low, high = high, high * 2
+        for _ in range(64):
+            middle = (low + high) / 2
+            low, high = (middle, high) if activation.value(middle) < value else (low, middle)
+        return float(high.float())
 
 
 @functools.cache

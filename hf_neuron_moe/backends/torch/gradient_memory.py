@@ -17,6 +17,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch.compute import without_values
+
 SMALLEST = 1 << 25  # bytes; smaller blocks the C library keeps by itself (glibc's ``DEFAULT_MMAP_THRESHOLD_MAX``)
 
 
@@ -30,7 +32,7 @@ class GradientMemory:
     def empty_like(self, weight: Tensor) -> Tensor:
         """Return an uninitialized contiguous tensor with the shape, dtype and device of `weight`."""
         size = weight.numel() * weight.element_size()
-        if not weight.is_cpu or size < SMALLEST:
+        if not weight.is_cpu or size < SMALLEST or without_values():
             return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         free = self._free[size]
         memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)

@@ -33,7 +33,7 @@ class GroupedWeights:
         """Return a dense MLP's projections as those of one group."""
         gate_IH, up_IH, down_HI, *biases = weights
         both, inner, stride = None, gate_IH.shape[0], gate_IH.stride()
-        one_storage = gate_IH.untyped_storage().data_ptr() == up_IH.untyped_storage().data_ptr()
+        one_storage = gate_IH.untyped_storage()._cdata == up_IH.untyped_storage()._cdata
         behind = up_IH.storage_offset() - gate_IH.storage_offset() == inner * stride[0]
         if one_storage and behind and up_IH.stride() == stride:
             both = gate_IH.as_strided((1, 2 * inner, gate_IH.shape[1]), (0, *stride))
