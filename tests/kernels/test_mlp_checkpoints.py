@@ -216,7 +216,7 @@ def described(**tensors: Tensor) -> dict[str, TensorDescriptor]:
 
 @pytest.mark.parametrize("lnc2", [False, True])
 def test_the_whole_is_the_composition_of_the_documented_steps(lnc2: bool) -> None:
-    """Each step called as the device calls it: once per core. Equal bits, as no sum is shared between the cores."""
+    """Each step called as the device calls it: once per core. No sum is shared between the cores."""
     tokens, hidden, inner = 256, 256, 640
     operands, _ = problem(tokens, hidden, inner)
     gate_up, down = operands["gate_up_weights"], operands["down_proj_weight"]
@@ -253,7 +253,13 @@ def test_the_whole_is_the_composition_of_the_documented_steps(lnc2: bool) -> Non
         )  # fmt: skip
     whole = mlp_backward_mxfp8(**operands)
     for actual, wanted in zip((d_x, d_weight, d_down), whole, strict=True):
-        assert torch.equal(actual, wanted)
+        if not lnc2:
+            assert torch.equal(actual, wanted)
+        # A library may sum the products of half the rows in another order, as MKL does on Intel's processors with
+        # AVX-512: then a few fp32 sums round to the next bf16 value.
+        apart, size = (actual.double() - wanted.double()).abs(), wanted.double().abs()
+        assert (apart <= 2**-7 * size + 2**-20 * size.amax()).all()
+        assert (apart > 0).double().mean() < 2**-10
     assert torch.equal(scratch, d_gate_up.t())
 
 

@@ -67,8 +67,8 @@ def test_a_trainer_run(name: str, tmp_path: Path, machine: Start) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_trainer_run_with_every_policy(name: str, policy: str, tmp_path: Path, machine: Start) -> None:
     case = CASES[name]
-    # FP8 rounds what is kept; see test_losses.py.
-    bound = 2e-3 if policy == "fp8" else case.bound
+    # FP8 rounds what is kept; see test_losses.py. Three steps change the last loss by six times as much.
+    bound = 3e-3 if policy == "fp8" else case.bound
     compare(case, tmp_path, machine, bound=bound, patch={"activations": policy})
 
 

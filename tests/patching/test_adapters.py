@@ -338,7 +338,8 @@ def test_adapters_train_on_other_ways_of_computing_as_on_torch(family: str, back
         results.append({"output": y.detach(), "input": inputs.grad, **found})
     assert results[0].keys() == results[1].keys()
     # A dense block is one group, and the same code. Experts have other sums, each rounded to bf16 once or twice.
-    bound = {"fp32": 1e-6, "bf16": 2**-7, "mxfp8": 2**-6}[precision] if family == "mixtral" else 0.0
+    # In mxfp8 a value that rounds to another bf16 may take the next code, up to 2**-3 away.
+    bound = {"fp32": 1e-6, "bf16": 2**-7, "mxfp8": 2**-5}[precision] if family == "mixtral" else 0.0
     for key, expected in results[0].items():
         assert expected.norm() > 0, key
         distance = (results[1][key].double() - expected.double()).norm() / expected.double().norm()
