@@ -24,6 +24,8 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
 )
 from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE
 
+RowsOf = tuple[Tensor, Tensor | None]  # rows in expert order, or tokens and whose each of these rows is
+
 
 def of_a_product(wanted: torch.dtype) -> torch.dtype:
     """Return the dtype in which a product gives a weight's gradient: fp32 for fp16, which no accelerator's gives."""
@@ -42,14 +44,14 @@ class DeviceBackward(GroupedBackward):
             assert self.rows.block_size is not None, "rows of experts lie in blocks"
             # The products quantize the same values along different axes.
             blocks, apart = self._runs.mx_blocks(self.rows.block_size), d_gate_up.clone()
-        dx_RH = self._dx(apart) if self.wants_input else None
+        dx_TH = self._dx(apart) if self.wants_input else None
         del apart
         if self.grads is not None:
             self._bias_grad(d_gate_up)
             self._down_grad(inter[:, : self.weights.inner], blocks)
             del inter
             self._gate_up_grad(d_gate_up, blocks)
-        return None if dx_RH is None else sum_over_experts(dx_RH, self.rows).to(self.x_TH.dtype)
+        return dx_TH
 
     @property
     def _runs(self) -> DeviceRuns:
@@ -77,19 +79,23 @@ class DeviceBackward(GroupedBackward):
         dout_RH = batch.take(tokens_operand(self.dout_TH, self.loader))
         return project_on_device(dout_RH, self.weights.down_GHI.transpose(1, 2), self._runs, self.loader, sums=True)
 
-    def _rows_of(self, values_TH: Tensor) -> Tensor:
-        """Return rows ``[R, H]`` of tokens as operands of sums over them, a fresh tensor."""
+    def _of_tokens(self, values_TH: Tensor) -> RowsOf:
+        """Return tokens as operands of sums over rows: a fresh tensor, but in fp32, where the product gathers them."""
         assert self.rows.token_R is not None
-        return values_TH.to(self.loader.compute.operand).index_select(0, self.rows.token_R)
+        values_TH = values_TH.to(self.loader.compute.operand)
+        if values_TH.dtype == torch.float32:
+            return values_TH, self.rows.token_R
+        return values_TH.index_select(0, self.rows.token_R), None
 
-    def _sum_over_rows(self, left: Tensor, right: Tensor, blocks: MXRowBlocks | None, dtype: torch.dtype) -> Tensor:
+    def _sum_over_rows(self, left: RowsOf, right: RowsOf, blocks: MXRowBlocks | None, dtype: torch.dtype) -> Tensor:
         """Return ``left^T right`` as the weights lie, of `dtype`; in MX both are quantized in place before."""
         if blocks is not None:
-            left, right = (quantize_rows_(part, blocks) for part in (left, right))
+            for values, _ in (left, right):
+                quantize_rows_(values, blocks)
             dtype = self.loader.compute.operand
         if self._stack.spec.transposed:
             left, right = right, left
-        return grouped_over_rows(left, right, self._runs.ends_G, dtype)
+        return grouped_over_rows(left[0], right[0], self._runs.ends_G, dtype, left[1], right[1])
 
     def _bias_grad(self, d_gate_up: Tensor) -> None:
         """Sum the gradients of gate and up over each group's rows."""
@@ -103,30 +109,35 @@ class DeviceBackward(GroupedBackward):
     def _down_grad(self, inter: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
         dtype = of_a_product(self._stack.stacked.down.dtype)
-        self.grads.put(1, self._sum_over_rows(self._rows_of(self.dout_TH), inter, blocks, dtype))
+        self.grads.put(1, self._sum_over_rows(self._of_tokens(self.dout_TH), (inter, None), blocks, dtype))
 
     def _gate_up_grad(self, d_gate_up: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
-        stack, inner, x_RH = self._stack, self.weights.inner, self._rows_of(self.x_TH)
+        stack, inner, (x, token_R) = self._stack, self.weights.inner, self._of_tokens(self.x_TH)
         dtype = of_a_product(stack.stacked.gate_up.dtype)
         padded = d_gate_up.shape[1] != inner * (1 if self.gating.skip_gate else 2)
         if not padded and (self._in_pairs or not stack.interleaved):
-            self.grads.put(0, self._sum_over_rows(d_gate_up, x_RH, blocks, dtype))
+            self.grads.put(0, self._sum_over_rows((d_gate_up, None), (x, token_R), blocks, dtype))
             return
         if blocks is not None:
-            d_gate_up, x_RH = (quantize_rows_(part, blocks) for part in (d_gate_up, x_RH))
+            d_gate_up, x = (quantize_rows_(part, blocks) for part in (d_gate_up, x))
         made = self.grads.grouped()
         for part, target_GIH in zip(self._halves(d_gate_up), (made.gate_GIH, made.up_GIH), strict=True):
             if part.shape[1]:
                 rounded = self.loader.compute.operand if blocks is not None else dtype
-                target_GIH.copy_(grouped_over_rows(part[:, :inner], x_RH, self._runs.ends_G, rounded))
+                made_GIH = grouped_over_rows(part[:, :inner], x, self._runs.ends_G, rounded, None, token_R)
+                target_GIH.copy_(made_GIH)
 
     def _dx(self, d_gate_up: Tensor) -> Tensor:
-        """Multiply with the weights; in MX after quantizing gate's and up's gradients along one axis of 2I."""
+        """Return the gradient of the tokens ``[T, H]``.
+
+        In MX gate's and up's gradients are quantized along one axis of 2I before they are multiplied.
+        """
         if self.loader.compute.mx:
             self.loader.quantize(d_gate_up, axis=1)
         if self._rearranged:
             both_G2IH = self._padded_weights(slice(None), d_gate_up.shape[1])
         else:
             both_G2IH = self.weights.both(self.loader.scratch)
-        return project_on_device(d_gate_up, both_G2IH.transpose(1, 2), self._runs, self.loader)
+        dx_RH = project_on_device(d_gate_up, both_G2IH.transpose(1, 2), self._runs, self.loader)
+        return sum_over_experts(dx_RH, self.rows).to(self.x_TH.dtype)

@@ -30,8 +30,8 @@ from hf_neuron_moe.backends.torch.cpu.matmul import matmul_over_rows_into
 from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
 from hf_neuron_moe.backends.torch.experts import Runs
 from hf_neuron_moe.backends.torch.grouped_products import (
+    PIECE,
     Operand,
-    each_run,
     project,
     project_over_rows,
     project_sums,
@@ -40,6 +40,7 @@ from hf_neuron_moe.backends.torch.grouped_products import (
 )
 from hf_neuron_moe.backends.torch.tiles import Loader
 
+_Tokens = tuple[Tensor | None, Tensor | None]  # whose rows an operand's are, in the order of the sorted pairs
 _ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 bytes
 
 
@@ -47,14 +48,12 @@ _ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 byte
 def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``left @ weight^T`` ``[R, N]`` of each group's rows and weight: fp32 sums, rounded once to `dtype`.
 
-    Operands have one dtype, bf16 or fp32; so has the result, or it is fp32. Rows of no group are zeros on CPUs and hold
-    anything elsewhere.
+    Operands have one dtype, bf16 or fp32, or only the weight is bf16 and is cast where it is read; the result has that
+    of the rows, or it is fp32. Rows of no group are zeros on CPUs and hold anything elsewhere.
     """
     if _has_borders(left_RK):
         if _in_one_call(left_RK, weight_GNK, len(ends_G), dtype):
-            product_RN = F.grouped_mm(left_RK.to(dtype), weight_GNK.to(dtype).transpose(1, 2), offs=ends_G)
-            product_RN[int(ends_G[-1]) :].zero_()
-            return product_RN
+            return _product_in_pieces(left_RK, weight_GNK, ends_G, dtype)
         return _product_on_host(left_RK, weight_GNK, _host_runs(ends_G), dtype)
     if dtype == torch.bfloat16:
         left_RK, weight_GNK = (_padded(part, -1) for part in (left_RK, weight_GNK))
@@ -65,7 +64,7 @@ def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: 
 
         return expert_gemm.grouped_product(left_RK, weight_GNK, ends_G, dtype=dtype)
     parts = zip(_each_group(ends_G, left_RK), weight_GNK, strict=True)
-    product = torch.cat([_multiplied(left, weight.t(), dtype) for (left,), weight in parts])
+    product = torch.cat([_multiplied(left, weight.to(left.dtype).t(), dtype) for (left,), weight in parts])
     return F.pad(product, (0, 0, 0, len(left_RK) - len(product)))
 
 
@@ -75,15 +74,23 @@ def _(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -
 
 
 @torch.library.custom_op("hf_neuron_moe::grouped_over_rows", mutates_args=())
-def grouped_over_rows(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+def grouped_over_rows(
+    left_RM: Tensor,
+    right_RN: Tensor,
+    ends_G: Tensor,
+    dtype: torch.dtype,
+    left_token_R: Tensor | None = None,
+    right_token_R: Tensor | None = None,
+) -> Tensor:
     """Return ``left^T @ right`` of each group's rows ``[G, M, N]``, zeros for a group without any; as above.
 
-    A result of fp32 operands may be rounded to bf16, too.
+    A result of fp32 operands may be rounded to bf16, too. fp32 rows may be those of tokens: ``left[left_token]``.
     """
+    tokens = left_token_R, right_token_R
     if _has_borders(left_RM):
-        if _in_one_call(left_RM, right_RN, len(ends_G), dtype):
-            return F.grouped_mm(left_RM.to(dtype).t(), right_RN.to(dtype), offs=ends_G)
-        return _over_rows_on_host(left_RM, right_RN, _host_runs(ends_G), len(ends_G), dtype)
+        if _in_one_call(left_RM, right_RN, len(ends_G), dtype, tokens):
+            return _over_rows_in_pieces(left_RM, right_RN, ends_G, dtype, tokens)
+        return _over_rows_on_host(left_RM, right_RN, _host_runs(ends_G), len(ends_G), dtype, tokens)
     if left_RM.dtype == dtype == torch.bfloat16:
         left, right = _padded(left_RM, -1), _padded(right_RN, -1)
         product = F.grouped_mm(left.t(), right, offs=ends_G)
@@ -92,13 +99,22 @@ def grouped_over_rows(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: 
         from hf_neuron_moe.backends.triton import expert_gemm
 
         out_GMN = left_RM.new_empty((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
-        return expert_gemm.weight_gradient(left_RM, right_RN, ends_G, out_GMN)
-    parts = _each_group(ends_G, left_RM, right_RN)
+        return expert_gemm.weight_gradient(left_RM, right_RN, ends_G, out_GMN, tokens=tokens)
+    ends = ends_G.tolist()
+    bounds = zip([0, *ends], ends, strict=False)
+    parts = (_rows((left_RM, right_RN), tokens, slice(*bound)) for bound in bounds)
     return torch.stack([_multiplied(left.t(), right, dtype) for left, right in parts])
 
 
 @grouped_over_rows.register_fake
-def _(left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+def _(
+    left_RM: Tensor,
+    right_RN: Tensor,
+    ends_G: Tensor,
+    dtype: torch.dtype,
+    left_token_R: Tensor | None = None,
+    right_token_R: Tensor | None = None,
+) -> Tensor:
     return left_RM.new_empty((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
 
 
@@ -114,7 +130,8 @@ def project_on_device(
     """Return the products of ``project``, or with `sums` of ``project_sums``, of all groups at once."""
     assert isinstance(weight_GNK, Tensor), "packed weights are for few rows on a CPU"
     with_ones = added_GN is not None and not sums
-    straight = not with_ones and weight_GNK.dtype == left_RK.dtype and weight_GNK.shape[2] == left_RK.shape[1]
+    multiplied = weight_GNK.dtype in (left_RK.dtype, torch.bfloat16)  # bf16 with fp32 rows, too
+    straight = not with_ones and multiplied and weight_GNK.shape[2] == left_RK.shape[1]
     operand_GNK = weight_GNK
     if loader.compute.mx or not straight or 1 not in weight_GNK.stride()[1:]:
         by_column = weight_GNK.stride(2) > weight_GNK.stride(1)
@@ -143,17 +160,57 @@ def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).to(dtype)
 
 
-def _in_one_call(left: Tensor, right: Tensor, groups: int, dtype: torch.dtype) -> bool:
+def _in_one_call(left: Tensor, right: Tensor, groups: int, dtype: torch.dtype, tokens: _Tokens = (None, None)) -> bool:
     """Whether torch's grouped product is the fastest on the host: of few rows per group it loops faster than Python.
 
     Small operands are cast for it. It is torch's default product, which large ones in fp32 are not given to.
     """
     most = most_pairs("fp32") if left.dtype == torch.float32 else FEW_PAIRS
-    if dtype not in (left.dtype, torch.float32) or len(left) > most * groups:
+    rows = len(left if tokens[0] is None else tokens[0])
+    if dtype not in (left.dtype, torch.float32) or rows > most * groups:
         return False
     largest = right[0].numel() if right.dim() == 3 else left.shape[1] * right.shape[1]
     fast = bf16_matmul_is_fast(left.device) if dtype == torch.bfloat16 else largest <= SMALL_EXPERT
     return fast and all(_is_straight(operand) for operand in (left, right))
+
+
+def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return torch's grouped product; a weight of another dtype than the rows is cast piece by piece."""
+    if weight_GNK.dtype == left_RK.dtype:
+        product_RN = F.grouped_mm(left_RK.to(dtype), weight_GNK.to(dtype).transpose(1, 2), offs=ends_G)
+        product_RN[int(ends_G[-1]) :].zero_()
+        return product_RN
+    product_RN = left_RK.new_empty((len(left_RK), weight_GNK.shape[1]), dtype=dtype)
+    for groups, rows, offsets in _pieces_of_groups(ends_G, weight_GNK[0].numel()):
+        weight_GKN = weight_GNK[groups].to(dtype).transpose(1, 2)
+        product_RN[rows].copy_(F.grouped_mm(left_RK[rows], weight_GKN, offs=offsets))
+    product_RN[int(ends_G[-1]) :].zero_()
+    return product_RN
+
+
+def _over_rows_in_pieces(
+    left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype, tokens: _Tokens
+) -> Tensor:
+    """Return torch's grouped sum over rows; rows of tokens are gathered piece by piece."""
+    if tokens[0] is None and tokens[1] is None:
+        return F.grouped_mm(left_RM.to(dtype).t(), right_RN.to(dtype), offs=ends_G)
+    out_GMN = left_RM.new_zeros((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
+    for groups, rows, offsets in _pieces_of_groups(ends_G, out_GMN[0].numel()):
+        left, right = _rows((left_RM, right_RN), tokens, rows)
+        out_GMN[groups].copy_(F.grouped_mm(left.t(), right, offs=offsets))
+    return out_GMN
+
+
+def _pieces_of_groups(ends_G: Tensor, elements: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Cut groups of so many elements each into pieces that stay in the caches: their groups, rows, and ends in these.
+
+    Pieces without rows are left out.
+    """
+    ends, together = [0, *ends_G.tolist()], max(PIECE // elements, 1)
+    for first in range(0, len(ends_G), together):
+        last = min(first + together, len(ends_G))
+        if ends[first] < ends[last]:
+            yield slice(first, last), slice(ends[first], ends[last]), ends_G[first:last] - ends[first]
 
 
 def _product_on_host(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, dtype: torch.dtype) -> Tensor:
@@ -165,7 +222,14 @@ def _product_on_host(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, dtype: tor
     return out_RN.to(dtype)
 
 
-def _over_rows_on_host(left_RM: Tensor, right_RN: Tensor, runs: Runs, groups: int, dtype: torch.dtype) -> Tensor:
+def _over_rows_on_host(
+    left_RM: Tensor,
+    right_RN: Tensor,
+    runs: Runs,
+    groups: int,
+    dtype: torch.dtype,
+    tokens: _Tokens,
+) -> Tensor:
     out_GMN = left_RM.new_empty((groups, left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
     if len(runs) < groups:
         out_GMN.zero_()
@@ -175,7 +239,8 @@ def _over_rows_on_host(left_RM: Tensor, right_RN: Tensor, runs: Runs, groups: in
     if not native:
         left_RM, right_RN = left_RM.float(), right_RN.float()
     sums_MN = out_GMN.new_empty(out_GMN.shape[1:], dtype=torch.float32) if dtype != torch.float32 else None
-    for group, left, right in each_run(runs, left_RM, right_RN):
+    for group, start, end in runs:
+        left, right = _rows((left_RM, right_RN), tokens, slice(start, end))
         if native:
             project_over_rows(left, right, out_GMN[group])
         elif sums_MN is None:
@@ -184,6 +249,15 @@ def _over_rows_on_host(left_RM: Tensor, right_RN: Tensor, runs: Runs, groups: in
             matmul_over_rows_into(sums_MN, left, right, len(left), accumulate=False)
             out_GMN[group].copy_(sums_MN)
     return out_GMN
+
+
+def _rows(values: tuple[Tensor, Tensor], tokens: _Tokens, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return these rows of both operands, gathered where they are those of tokens."""
+    left, right = (
+        part[rows] if token_R is None else part.index_select(0, token_R[rows])
+        for part, token_R in zip(values, tokens, strict=True)
+    )
+    return left, right
 
 
 def _ready_loader(operand: Tensor) -> Loader:

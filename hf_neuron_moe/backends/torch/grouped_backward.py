@@ -105,7 +105,10 @@ class GroupedBackward(BlockBackward):
         scratch, width, operand = loader.scratch, loader.width(inner), loader.compute.operand
         columns = width if self.gating.skip_gate else 2 * width
         d_gate_up = scratch.get("d_gate_up", (batch.size, columns), operand)
-        inter = scratch.get("inter", (batch.size, width), operand)
+        if batch.on_device is not None and operand == torch.float32 and width == inner:
+            inter = parts[0]  # of a chunk it is written when the sums have been read
+        else:
+            inter = scratch.get("inter", (batch.size, width), operand)
         for chunk in batch.chunks(inner):
             d_int = parts[0][chunk]
             if batch.on_device is None:

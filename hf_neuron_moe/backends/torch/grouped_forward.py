@@ -260,24 +260,14 @@ def grouped_forward(
     x_op, width = tokens_operand(x_TH, loader, with_ones=has_ones(added, loader)), loader.width(inner)
     bias_GH = None if weights.down_bias_GH is None or rows.token_R is not None else weights.down_bias_GH.float()
     sums = compute.mx and bias_GH is not None
-    out_RH = x_TH.new_empty((rows.count, x_TH.shape[1]), dtype=torch.float32 if sums else compute.operand)
+    out_rows = rows.count if rows.on_device is None else 0
+    out_RH = x_TH.new_empty((out_rows, x_TH.shape[1]), dtype=torch.float32 if sums else compute.operand)
     for batch in Batch.cut(rows, inner):
         pre = PreActivations(weights, batch, loader, save, added, plain_up=gating.multiplies_by_up)
         pre.multiply(batch.take(x_op))
         inter_rI, left_rI = _intermediate(batch, loader, width, with_ones=bias_GH is not None and not sums)
-        for chunk in batch.chunks(inner):
-            pre.save(chunk)
-            gate, up = pre.values(chunk, rounded=False)
-            save_products(gate, up, loader, save, batch.global_part(chunk), gating)
-            product = gating.intermediate_(gate, up)
-            scale_r1 = batch.scale(chunk)
-            if scale_r1 is not None:
-                product.mul_(scale_r1)
-            loader.fill(inter_rI[chunk], product)
-            if compute.mx and batch.on_device is None:
-                loader.quantize(inter_rI[chunk], axis=1)
-        if compute.mx and batch.on_device is not None:
-            loader.quantize(inter_rI, axis=1)
+        _fill_intermediate(inter_rI, batch, pre, loader, save, gating)
+        del pre  # gate and up are as large as the operands of the next product
         if batch.on_device is not None:
             out_RH = project_on_device(left_rI, weights.down_GHI, batch.on_device, loader)
         elif sums:
@@ -285,6 +275,26 @@ def grouped_forward(
         else:
             project(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part], added_GN=bias_GH)
     return sum_over_experts(out_RH, rows)
+
+
+def _fill_intermediate(
+    inter_rI: Tensor, batch: Batch, pre: PreActivations, loader: Loader, save: Checkpoints, gating: Gating
+) -> None:
+    """Write a batch's scaled intermediate, an operand of the next product, and save what `save` has."""
+    mx = loader.compute.mx
+    for chunk in batch.chunks(pre.weights.inner):
+        pre.save(chunk)
+        gate, up = pre.values(chunk, rounded=False)
+        save_products(gate, up, loader, save, batch.global_part(chunk), gating)
+        product = gating.intermediate_(gate, up)
+        scale_r1 = batch.scale(chunk)
+        if scale_r1 is not None:
+            product.mul_(scale_r1)
+        loader.fill(inter_rI[chunk], product)
+        if mx and batch.on_device is None:
+            loader.quantize(inter_rI[chunk], axis=1)
+    if mx and batch.on_device is not None:
+        loader.quantize(inter_rI, axis=1)
 
 
 def has_ones(added: Added, loader: Loader) -> bool:

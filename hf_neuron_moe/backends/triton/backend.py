@@ -72,13 +72,13 @@ class TritonBackward(DeviceBackward):
         both = d_gate_up.shape[1] == self.weights.inner * (1 if self.gating.skip_gate else 2)
         as_one = self.grads is not None and both and (self._in_pairs or not self._stack.interleaved)
         by_columns, by_rows = self._quantized(d_gate_up, columns=self.wants_input, rows=as_one)
-        dx_RH = self._input_gradient(by_columns, d_gate_up.shape[1]) if self.wants_input else None
+        dx_TH = self._input_gradient(by_columns, d_gate_up.shape[1]) if self.wants_input else None
         del by_columns
         if self.grads is not None:
             self._bias_grad(d_gate_up)
             self._put_down(inter_RI[:, : self.weights.inner])
             self._put_gate_up(d_gate_up, by_rows if as_one else None)
-        return None if dx_RH is None else sum_over_experts(dx_RH, self.rows).to(self.x_TH.dtype)
+        return dx_TH
 
     def _input_gradient(self, d_gate_up: Operand, columns: int) -> Tensor:
         from hf_neuron_moe.backends.triton.expert_gemm import grouped_product
@@ -86,7 +86,8 @@ class TritonBackward(DeviceBackward):
         both_G2IH = self._padded_weights(slice(None), columns) if self._rearranged else self._stack.gate_up_G2IH
         assert both_G2IH is not None
         weight_GHN = _weight(both_G2IH.transpose(1, 2), self.loader)
-        return grouped_product(d_gate_up, weight_GHN, self._runs.ends_G, dtype=torch.bfloat16)
+        dx_RH = grouped_product(d_gate_up, weight_GHN, self._runs.ends_G, dtype=torch.bfloat16)
+        return sum_over_experts(dx_RH, self.rows).to(self.x_TH.dtype)
 
     def _inner_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up as one ``[R, N]`` (:meth:`_halves`), and the scaled intermediate."""
