@@ -37,6 +37,7 @@ from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "bincount", "unique_consecutive", "_unique2", "masked_select"}
 ALLOCATIONS = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+QUESTIONS = {"_is_mkldnn_bf16_supported"}  # to the processor, once per process
 
 
 class Launches(TorchDispatchMode):
@@ -64,7 +65,7 @@ class Launches(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name in READS:
             self.reads[name] += 1
-        elif name not in ALLOCATIONS and not _is_view(func):
+        elif name not in ALLOCATIONS | QUESTIONS and not _is_view(func):
             self.operations[name] += 1
         result = func(*args, **(kwargs or {}))
         for made in tree_leaves(result):

@@ -79,7 +79,7 @@ class DeviceBackward(GroupedBackward):
         dout_RH = batch.take(tokens_operand(self.dout_TH, self.loader))
         return project_on_device(dout_RH, self.weights.down_GHI.transpose(1, 2), self._runs, self.loader, sums=True)
 
-    def _of_tokens(self, values_TH: Tensor) -> RowsOf:
+    def _rows_of(self, values_TH: Tensor) -> RowsOf:
         """Return tokens as operands of sums over rows: a fresh tensor, but in fp32, where the product gathers them."""
         assert self.rows.token_R is not None
         values_TH = values_TH.to(self.loader.compute.operand)
@@ -109,11 +109,11 @@ class DeviceBackward(GroupedBackward):
     def _down_grad(self, inter: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
         dtype = of_a_product(self._stack.stacked.down.dtype)
-        self.grads.put(1, self._sum_over_rows(self._of_tokens(self.dout_TH), (inter, None), blocks, dtype))
+        self.grads.put(1, self._sum_over_rows(self._rows_of(self.dout_TH), (inter, None), blocks, dtype))
 
     def _gate_up_grad(self, d_gate_up: Tensor, blocks: MXRowBlocks | None) -> None:
         assert self.grads is not None
-        stack, inner, (x, token_R) = self._stack, self.weights.inner, self._of_tokens(self.x_TH)
+        stack, inner, (x, token_R) = self._stack, self.weights.inner, self._rows_of(self.x_TH)
         dtype = of_a_product(stack.stacked.gate_up.dtype)
         padded = d_gate_up.shape[1] != inner * (1 if self.gating.skip_gate else 2)
         if not padded and (self._in_pairs or not stack.interleaved):
