@@ -135,7 +135,7 @@ def folded(folder: Path, result: Any, options: Options) -> dict[str, Any]:
     from hf_neuron_moe.explore.fold import fold
 
     model = load_model(folder)
-    row = result.ranking["mxfp8"][0]
+    row = next(row for row in result.ranking["mxfp8"] if f".{PLANTED_LAYER}." in row.block)
     rows_NL = token_rows(TEXT, AutoTokenizer.from_pretrained(folder), options.tokens, options.length)
     with torch.no_grad():
         before = model(input_ids=rows_NL[:1]).logits
