@@ -27,7 +27,7 @@ Expression = tuple[Any, ...]
 ("product", left, right)       ``left * right``
 ("scaled", argument, c, line)  ``argument * c``, c a number other than 1
 ("offset", argument, c)        ``argument + c``
-("sigmoid", argument, c)       ``torch.sigmoid(c * argument)``
+("sigmoid", argument, c)       ``torch.sigmoid(c * argument)``; ("exp", argument, c) likewise
 ("clamp", argument, lo, hi)    clamped, None for an absent limit
 ("cast", argument, kind)       to the layers' dtype (``"back"``), or to fp32 or one that may be it (``"float"``)
 ("half", whole, index)         first (0) or second (1) half of a tensor along its last dimension
@@ -37,12 +37,13 @@ Expression = tuple[Any, ...]
 ("weighted", name, argument)   times ``self.<name>``, a parameter of one number
 ("size", whole, place)         its size along a dimension, counted from the end
 ("half_size", whole)           half of its size along the last dimension
+("overwritten",)               of a variable whose tensor another one's statement has changed
 ("dtype", kind)                that of a tensor, as the kind of a cast to it
 ("dropout", name, argument)    dropout by a module or probability of the instance, or by a number
 """
 
 
-NO_TENSORS = ("dtype", "constant", "size", "half_size")
+NO_TENSORS = ("dtype", "constant", "size", "half_size", "overwritten")
 """Kinds of local variables that are no expression of the input."""
 
 
