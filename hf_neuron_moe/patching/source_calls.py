@@ -10,7 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
-from hf_neuron_moe.patching.source_values import NO_CONSTANT, Constants, Expression, NotSwiGLU, bare, cast_kind, line
+from hf_neuron_moe.patching.source_values import (
+    NO_CONSTANT,
+    Constants,
+    Expression,
+    NotSwiGLU,
+    bare,
+    cast_kind,
+    line,
+    product,
+)
 
 Arguments = dict[str | None, ast.expr]
 
@@ -26,7 +35,6 @@ class Reading(Protocol):
     def is_last(self, dim: ast.expr | None) -> bool: ...
     def overwrite(self, value: Expression) -> None: ...
     def is_half(self, size: ast.expr, whole: Expression) -> bool: ...
-    def linear_weight(self, weight: ast.expr, bias: ast.expr | None) -> str | None: ...
 
 
 def _number(read: Reading, node: ast.expr | None) -> Any:
@@ -149,8 +157,34 @@ def _dropout(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | 
     return ("dropout", source, read.evaluate(tensor)) if type(source) in (str, int, float) else None
 
 
+def _quotient(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    """``v / (1 + exp(-c x))``, which is ``v * sigmoid(c x)``; or by the number 1."""
+    divisor = read.constants.of(given["other"]) if "other" in given else None
+    if divisor is not NO_CONSTANT:
+        return read.evaluate(tensor) if divisor == 1 else None
+    dividend = None if read.constants.of(tensor) == 1 else read.evaluate(tensor)
+    match bare(read.evaluate(given["other"])):
+        case ("offset", ("exp", value, c), 1.0):
+            sigmoid = ("sigmoid", value, -c)
+            return sigmoid if dividend is None else product(dividend, sigmoid)
+    return None
+
+
+def _layer_of(constants: Constants, weight: ast.expr, bias: ast.expr | None) -> str | None:
+    """The layer of ``F.linear(x, self.<layer>.weight, self.<layer>.bias)``, without a bias if it has none."""
+    name, _, leaf = (constants.path(weight) or "").rpartition(".")
+    layer = None if constants.module is None else constants.module._modules.get(name)
+    if layer is None or leaf != "weight":
+        return None
+    expected = None if getattr(layer, "bias", None) is None else f"{name}.bias"
+    none = bias is None or (isinstance(bias, ast.Constant) and bias.value is None)
+    given = None if none or bias is None else constants.path(bias)
+    fits = given == expected or (expected is None and given == f"{name}.bias")
+    return name if fits and (none or given is not None) else None
+
+
 def _linear(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    name = read.linear_weight(given["weight"], given.get("bias")) if "weight" in given else None
+    name = _layer_of(read.constants, given["weight"], given.get("bias")) if "weight" in given else None
     return None if name is None else ("part", name, read.evaluate(tensor))
 
 
@@ -212,6 +246,7 @@ CALLS: dict[Any, Meaning] = {
     torch.mul: Meaning(_product, "other"),
     torch.multiply: Meaning(_product, "other"),
     torch.add: Meaning(_sum, "other"),
+    torch.div: Meaning(_quotient, "other"),
     torch.clamp: Meaning(_clamp, "min", "max"),
     torch.clip: Meaning(_clamp, "min", "max"),
     torch.clamp_max: Meaning(_clamp, "max"),

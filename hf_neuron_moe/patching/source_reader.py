@@ -28,8 +28,10 @@ from hf_neuron_moe.patching.source_values import (
     NotSwiGLU,
     bare,
     cast_kind,
+    changes_nothing,
     line,
     product,
+    storage,
 )
 
 
@@ -98,7 +100,8 @@ def multiplies_branches(forward: Callable[..., Any]) -> bool:
         return True
     arguments = function.args
     names = {each.arg for each in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs)}
-    depends = names | {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and _is_stored(each)}
+    assigned = (each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+    depends = names | {each.id for each in assigned}
 
     def is_branch(node: ast.expr) -> bool:
         return any(isinstance(each, ast.Name) and each.id in depends for each in ast.walk(node))
@@ -115,17 +118,6 @@ def multiplies_branches(forward: Callable[..., Any]) -> bool:
             case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _PRODUCTS:
                 return True
     return False
-
-
-def _is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
-
-
-def _changes_nothing(test: ast.expr) -> bool:
-    """Whether evaluating a condition calls nothing but ``isinstance`` and assigns nothing."""
-    calls = [each.func for each in ast.walk(test) if isinstance(each, ast.Call)]
-    assigns = any(isinstance(each, ast.NamedExpr) for each in ast.walk(test))
-    return not assigns and all(isinstance(each, ast.Name) and each.id == "isinstance" for each in calls)
 
 
 @dataclass
@@ -166,12 +158,11 @@ class Reader:
                     whole = self.values[tensor]
                     self.values |= {name: ("size", whole, place) for name, place in sizes.items()}
                 case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]) if (
-                    self.casts_for_layer(name, value) and _changes_nothing(test)
+                    self.casts_for_layer(name, value) and changes_nothing(test)
                 ):
                     continue
-                case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
-                    before = self.evaluate(ast.Name(name, ast.Load()))
-                    after = self.evaluate(ast.BinOp(ast.Name(name, ast.Load()), op, value))
+                case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
+                    before, after = self.evaluate(target), self.evaluate(ast.BinOp(target, op, value))
                     self.overwrite(before, last=True)
                     self.values[name] = after
                 case ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(id=name), method)) as value) if (
@@ -207,8 +198,8 @@ class Reader:
         Raises:
             NotSwiGLU: the tensor is or may be the caller's, or the statement has an older reference to it.
         """
-        tensor = self.storage(value)
-        names = {name for name, held in self.values.items() if self.storage(held) == tensor}
+        tensor = storage(value, self.module)
+        names = {name for name, held in self.values.items() if storage(held, self.module) == tensor}
         assert self.statement is not None
         used = [each for each in ast.walk(self.statement) if isinstance(each, ast.Name) and each.id in names]
         if tensor == ("input",) or (len(used) > 1 and not last):
@@ -216,14 +207,6 @@ class Reader:
             raise NotSwiGLU(f"its forward may change {what} in place: `{line(self.statement)}`")
         self.values |= dict.fromkeys(names, ("overwritten",))
         self.overwrites = True
-
-    def storage(self, value: Expression) -> Expression:
-        """The value whose memory `value` may share: modules other than linear layers may return their input."""
-        while value[0] in ("cast", "half", "stripe", "pair", "grid", "dropout", "part"):
-            if value[0] == "part" and self.module is not None and type(self.module._modules.get(value[1])) is nn.Linear:
-                break
-            value = value[1] if value[0] in ("cast", "half", "stripe") else value[2]
-        return value
 
     def casts_for_layer(self, name: str, value: ast.expr) -> bool:
         """Whether `value` is ``name.to(self.<layer>.weight.dtype)`` of a layer's result.
@@ -274,7 +257,7 @@ class Reader:
             case ast.BinOp(left=left, op=ast.MatMult(), right=right):
                 found = self.call(torch.matmul, [left, right], [])
             case ast.BinOp(left=left, op=ast.Div(), right=right):
-                found = self.divide(left, right)
+                found = self.call(torch.div, [left, right], [])
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 value = bare(self.evaluate(operand))
                 whole, factor = value[1:3] if value[0] == "scaled" else (value, 1)
@@ -327,18 +310,6 @@ class Reader:
         for whole, alone in ((first, second), (second, first)):  # f * u + f
             if whole[0] == "product" and alone in whole[1:]:
                 return ("product", alone, ("offset", whole[2] if whole[1] == alone else whole[1], 1.0))
-        return None
-
-    def divide(self, left: ast.expr, right: ast.expr) -> Expression | None:
-        """``left / (1 + exp(-c v))``, which is ``left * sigmoid(c v)``; or by the number 1."""
-        divisor = self.constants.of(right)
-        if divisor is not NO_CONSTANT:
-            return self.evaluate(left) if divisor == 1 else None
-        dividend = None if self.constants.of(left) == 1 else self.evaluate(left)
-        match bare(self.evaluate(right)):
-            case ("offset", ("exp", value, c), 1.0):
-                sigmoid = ("sigmoid", value, -c)
-                return sigmoid if dividend is None else product(dividend, sigmoid)
         return None
 
     def is_last(self, dim: ast.expr | None) -> bool:
@@ -421,18 +392,6 @@ class Reader:
         if known is None or any(isinstance(each, ast.Starred) for each in arguments[:1]):
             return None
         return known(self, arguments[0], arguments[1:], keywords)
-
-    def linear_weight(self, weight: ast.expr, bias: ast.expr | None) -> str | None:
-        """The layer of ``F.linear(x, self.<layer>.weight, self.<layer>.bias)``, without a bias if it has none."""
-        name, _, leaf = (self.constants.path(weight) or "").rpartition(".")
-        layer = None if self.module is None else self.module._modules.get(name)
-        if layer is None or leaf != "weight":
-            return None
-        expected = None if getattr(layer, "bias", None) is None else f"{name}.bias"
-        none = bias is None or (isinstance(bias, ast.Constant) and bias.value is None)
-        given = None if none or bias is None else self.constants.path(bias)
-        fits = given == expected or (expected is None and given == f"{name}.bias")
-        return name if fits and (none or given is not None) else None
 
     def resolve(self, node: ast.expr) -> object:
         """The object a dotted global name stands for, or None."""

@@ -61,6 +61,15 @@ def bare(value: Expression) -> Expression:
     return value
 
 
+def storage(value: Expression, module: nn.Module | None) -> Expression:
+    """Return the value whose memory `value` may share: modules other than linear layers may return their input."""
+    while value[0] in ("cast", "half", "stripe", "pair", "grid", "dropout", "part"):
+        if value[0] == "part" and module is not None and type(module._modules.get(value[1])) is nn.Linear:
+            break
+        value = value[1] if value[0] in ("cast", "half", "stripe") else value[2]
+    return value
+
+
 def same(one: Expression, other: Expression) -> bool:
     """Whether both are one value: one evaluation, or equal ones of a layer that reads the input itself.
 
@@ -95,6 +104,13 @@ def line(node: ast.AST) -> str:
     """Return a node's source on one line of at most 100 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def changes_nothing(test: ast.expr) -> bool:
+    """Whether evaluating a condition calls nothing but ``isinstance`` and assigns nothing."""
+    calls = [each.func for each in ast.walk(test) if isinstance(each, ast.Call)]
+    assigns = any(isinstance(each, ast.NamedExpr) for each in ast.walk(test))
+    return not assigns and all(isinstance(each, ast.Name) and each.id == "isinstance" for each in calls)
 
 
 NO_CONSTANT = object()
