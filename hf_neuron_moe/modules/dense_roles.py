@@ -40,6 +40,8 @@ class DenseRoles:
     fixed_arguments: tuple[tuple[str, int | None, Any], ...] = ()
     """Further arguments that decide a branch of forward: name, place after the input (None: by keyword only), default.
     Another value than the default is an error."""
+    rank: int | None = None  # number of dimensions that the forward counts from the first; None for any number
+    overwrites: bool = False  # whether forward changes tensors of its own in place
     before: tuple[str, ...] = ()  # names of the modules through which the input goes first, in order
     after: tuple[str | float, ...] = ()
     """Steps after the operator, in order: the name of a dropout or of a parameter (a factor), or a probability."""
@@ -62,7 +64,7 @@ class DenseRoles:
     @property
     def surrounded(self) -> bool:
         """Whether a call does more than its operator: checks, steps before or after it."""
-        return bool(self.inert or self.constants or self.before or self.after)
+        return bool(self.inert or self.constants or self.before or self.after or self.rank)
 
     @property
     def bias_rules(self) -> tuple[WeightRule, ...]:

@@ -19,7 +19,7 @@ Expression = tuple[Any, ...]
 ("dtype",)                      the dtype of a tensor
 ("halves", interleaved)         gate and up of the joint projection; ("half", index, interleaved) is one of them
 ("act", name, alpha, x)         an activation of ``structure.ACTIVATIONS``
-("sigmoid", x), ("tanh", x)
+("sigmoid", x), ("tanh", x), ("exp", x)
 ("clamp", x, low, high)
 ("scaled", x, c), ("over", x, c), ("plus", x, c)
 ("softcap", x, c)               ``c tanh(x / c)``

@@ -43,11 +43,13 @@ class GateSource(NamedTuple):
     # whose forward was read, the class
 
 
-_TENSORS = {"input", "half", "act", "sigmoid", "tanh", "clamp", "scaled", "over", "plus", "softcap", "product"}
+_TENSORS = {"input", "half", "act", "sigmoid", "tanh", "clamp", "scaled", "over", "plus", "softcap", "product", "exp"}
 _FLOAT32 = (torch.float32, torch.float)
 _FUNCTIONS: dict[Callable[..., Any], str] = {
     torch.sigmoid: "sigmoid",
     F.sigmoid: "sigmoid",
+    torch.special.expit: "sigmoid",
+    torch.exp: "exp",
     torch.tanh: "tanh",
     F.tanh: "tanh",
     torch.clamp: "clamp",
@@ -55,7 +57,8 @@ _FUNCTIONS: dict[Callable[..., Any], str] = {
     torch.chunk: "chunk",
     torch.mul: "mul",
 }
-_METHODS = {**{name: name for name in ("sigmoid", "tanh", "clamp", "chunk", "mul", "float", "to")}, "clip": "clamp"}
+_METHODS = {**{name: name for name in ("sigmoid", "tanh", "exp", "clamp", "chunk", "mul", "to")}}
+_METHODS |= {"clip": "clamp", "float": "itself", "contiguous": "itself"}
 
 
 def read_gate(module: nn.Module, method: Callable[..., Any]) -> GateSource:
@@ -121,6 +124,11 @@ class _Frame:
                     self.values[name] = self.evaluate(value)
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
                     self.values[first], self.values[second] = _two(self.evaluate(value), value)
+                case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
+                    changed, after = self.evaluate(target), self.evaluate(ast.BinOp(target, op, value))
+                    if changed[0] not in _TENSORS - {"input", "half"}:  # halves are views of one tensor
+                        raise UnknownForm(f"its gate has the statement `{line_of(statement)}`")
+                    self.values = {each: held for each, held in self.values.items() if held != changed} | {name: after}
                 case ast.Return(value=ast.expr() as value):
                     return self.evaluate(value)
                 case _:
@@ -137,6 +145,10 @@ class _Frame:
                 negated = self.evaluate(operand)
                 if negated[0] == "number" and negated[1] is not None:
                     return ("number", -negated[1])
+                return _times(negated, ("number", -1), node)
+            case ast.NamedExpr(target=ast.Name(id=name), value=value):
+                self.values[name] = self.evaluate(value)
+                return self.values[name]
             case ast.Tuple(elts=[first, second]):
                 return ("pair", self.evaluate(first), self.evaluate(second))
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.own:
@@ -146,7 +158,7 @@ class _Frame:
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
                 return _times(self.evaluate(left), self.evaluate(right), node)
             case ast.BinOp(left=left, op=ast.Div(), right=right):
-                return _with_number("over", self.evaluate(left), self.evaluate(right), node)
+                return _over(self.evaluate(left), self.evaluate(right), node)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 parts = sorted((self.evaluate(left), self.evaluate(right)), key=lambda part: part[0] == "number")
                 return _with_number("plus", parts[0], parts[1], node)
@@ -154,6 +166,10 @@ class _Frame:
                 start = {"::2": 0, "1::2": 1}.get(ast.unparse(columns))
                 if start is not None and self.evaluate(value) == ("input",):
                     return ("half", start, True)
+            case ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp() as index):
+                place = self.evaluate(index)[1]
+                if place in (0, 1, -1, -2):
+                    return _two(self.evaluate(value), value)[place]
             case ast.Call():
                 return self.evaluate_call(node)
         raise UnknownForm(f"its gate computes `{line_of(node)}`")
@@ -181,9 +197,9 @@ class _Frame:
         x, *rest = map(self.evaluate, arguments)
         if x[0] not in _TENSORS:
             return None
-        if name in ("sigmoid", "tanh", "float"):
+        if name in ("sigmoid", "tanh", "exp", "itself"):
             plain = not rest and not keywords
-            return None if not plain else x if name == "float" else (name, x)
+            return None if not plain else x if name == "itself" else (name, x)
         if name == "mul" and len(rest) == 1 and not keywords:
             return _times(x, rest[0], arguments[0])
         if name == "clamp" and len(rest) <= 2 and keywords.keys() <= {"min", "max"}:
@@ -280,6 +296,15 @@ def _with_number(kind: str, x: Expression, number: Expression, node: ast.expr) -
     if x[0] not in _TENSORS or number[0] != "number" or number[1] is None:
         raise UnknownForm(f"its gate computes `{line_of(node)}`")
     return (kind, x, number[1])
+
+
+def _over(left: Expression, right: Expression, node: ast.expr) -> Expression:
+    """Also ``left / (1 + exp(-c x))``, which is ``left * sigmoid(c x)``."""
+    match right:
+        case ("plus", ("exp", ("scaled", x, c)), 1):
+            sigmoid = ("sigmoid", _times(x, ("number", -c), node))
+            return sigmoid if left == ("number", 1) else _times(left, sigmoid, node)
+    return _with_number("over", left, right, node)
 
 
 def _times(left: Expression, right: Expression, node: ast.expr) -> Expression:

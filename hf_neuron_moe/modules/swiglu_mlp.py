@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from hf_neuron_moe.backends import drop_weight_copies
 from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, with_article
+from hf_neuron_moe.errors import NeuronMoEWarning, ShapeError, UnsupportedModelError, with_article
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights
 from hf_neuron_moe.modules.block import NeuronBlock
@@ -148,6 +148,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
             self._check_constants()
         for name in roles.before:
             hidden_states = self._attribute(name)(hidden_states)
+        if roles.rank not in (None, hidden_states.dim()):
+            fix = "The original forward counts dimensions from the first: pass a tensor with that many, or unpatch it."
+            expected, got = f"a tensor with {roles.rank} dimensions", str(hidden_states.dim())
+            raise ShapeError.about("hidden_states", expected, got, fix).named(self.neuron_name)
         result = self._compute(hidden_states)
         for step in roles.after:
             held = self._parameters.get(step, self._attribute(step)) if isinstance(step, str) else step

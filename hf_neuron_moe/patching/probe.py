@@ -45,8 +45,8 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     """Return why `module`'s forward disagrees with the operator, or None.
 
     Rows of the input meet every limit on both sides, and large negative gates; gate and up differ in magnitude, biases
-    are of size 1. With limits or biases all gradients are compared too. Forwards get a batch axis,
-    which some of them want.
+    are of size 1. With limits, biases or changes in place all gradients are compared too. Forwards
+    get a batch axis, which some of them want.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     inner = roles.half_size if isinstance(roles.half_size, int) else I
@@ -64,7 +64,7 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
         options: dict[str, Any] = {"precision": "fp32", "backend": "torch", "gate": roles.gate, "biases": tuple(biases)}
         return ops.swiglu_mlp(x_TH, gate_IH, up_IH, down_HI, **options)
 
-    gradients = roles.gate.clamped or bool(roles.biased)
+    gradients = roles.gate.clamped or bool(roles.biased) or roles.overwrites
     return _compare(functools.partial(stock, False), operator, roles.gate, (x_TH, *learned) if gradients else ()) or (
         _compare(functools.partial(stock, True), functools.partial(stock, False), None)
     )
@@ -173,6 +173,7 @@ def _compare(
             tensor.requires_grad_()
         try:
             expected = stock()
+            theirs = _gradients(expected, learned) if learned else ()
         except OWN_FAILURES as error:
             return f"its forward does not run on a small example: {type(error).__name__}: {error}"
         actual = operator()
@@ -181,7 +182,7 @@ def _compare(
             return f"on a small example its result has shape {shapes}"
         pairs = list(zip(expected.split(T), actual.split(T)))
         if learned:
-            pairs += zip(*(_gradients(result, learned) for result in (expected, actual)))
+            pairs += zip(theirs, _gradients(actual, learned))
     for tensor in learned:
         tensor.requires_grad_(False)
     deviation = next((far for one, other in pairs if not (far := _deviation(one, other)) <= TOLERANCE), None)

@@ -10,7 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
-from hf_neuron_moe.patching.source_values import NO_CONSTANT, Constants, Expression, NotSwiGLU, bare, cast_kind, line
+from hf_neuron_moe.patching.source_values import (
+    NO_CONSTANT,
+    Constants,
+    Expression,
+    NotSwiGLU,
+    bare,
+    cast_kind,
+    line,
+    product,
+)
 
 Arguments = dict[str | None, ast.expr]
 
@@ -23,8 +32,9 @@ class Reading(Protocol):
     def evaluate(self, node: ast.expr) -> Expression: ...
     def add(self, left: ast.expr, right: ast.expr) -> Expression | None: ...
     def multiply(self, left: ast.expr, right: ast.expr) -> Expression: ...
+    def is_last(self, dim: ast.expr | None) -> bool: ...
+    def overwrite(self, value: Expression) -> None: ...
     def is_half(self, size: ast.expr, whole: Expression) -> bool: ...
-    def linear_weight(self, weight: ast.expr, bias: ast.expr | None) -> str | None: ...
 
 
 def _number(read: Reading, node: ast.expr | None) -> Any:
@@ -40,8 +50,19 @@ def _sigmoid(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
     return ("sigmoid", value[1], float(value[2])) if value[0] == "scaled" else ("sigmoid", value, 1.0)
 
 
-def _silu(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
-    return ("act", "silu", 1.0, bare(read.evaluate(tensor)))
+def _exp(read: Reading, tensor: ast.expr, given: Arguments) -> Expression:
+    return ("exp", *_sigmoid(read, tensor, given)[1:])
+
+
+def _silu(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    value, in_place = read.evaluate(tensor), read.constants.of(given.get("inplace", ast.Constant(False)))
+    if in_place is True:
+        read.overwrite(value)
+    return ("act", "silu", 1.0, bare(value)) if type(in_place) is bool else None
+
+
+def _itself(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
+    return read.evaluate(tensor)
 
 
 def _gelu(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
@@ -76,15 +97,15 @@ def _clamp(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | No
 
 
 def _chunk(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    known = {name: read.constants.of(node) for name, node in given.items()}
-    return ("pair", "half", bare(read.evaluate(tensor))) if known == {"chunks": 2, "dim": -1} else None
+    last, count = read.is_last(given.pop("dim", None)), [read.constants.of(node) for node in given.values()]
+    return ("pair", "half", bare(read.evaluate(tensor))) if last and count == [2] else None
 
 
 def _split(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
     """A split along the last dimension by one size, or by two equal ones, which the instance has to confirm."""
     size = given.pop("size", None) or given.pop("split_size_or_sections", None) or given.pop("split_size", None)
     both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
-    if size is None or given.keys() != {"dim"} or read.constants.of(given["dim"]) != -1:
+    if size is None or given.keys() != {"dim"} or not read.is_last(given["dim"]):
         return None
     same, whole = len({ast.unparse(each) for each in both if each is not None}) == 1, bare(read.evaluate(tensor))
     if not same or not all(each is not None and read.is_half(each, whole) for each in both):
@@ -136,9 +157,48 @@ def _dropout(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | 
     return ("dropout", source, read.evaluate(tensor)) if type(source) in (str, int, float) else None
 
 
+def _quotient(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    """``v / (1 + exp(-c x))``, which is ``v * sigmoid(c x)``; or by the number 1."""
+    divisor = read.constants.of(given["other"]) if "other" in given else None
+    if divisor is not NO_CONSTANT:
+        return read.evaluate(tensor) if divisor == 1 else None
+    dividend = None if read.constants.of(tensor) == 1 else read.evaluate(tensor)
+    match bare(read.evaluate(given["other"])):
+        case ("offset", ("exp", value, c), 1.0):
+            sigmoid = ("sigmoid", value, -c)
+            return sigmoid if dividend is None else product(dividend, sigmoid)
+    return None
+
+
+def _layer_of(constants: Constants, weight: ast.expr, bias: ast.expr | None) -> str | None:
+    """The layer of ``F.linear(x, self.<layer>.weight, self.<layer>.bias)``, without a bias if it has none."""
+    name, _, leaf = (constants.path(weight) or "").rpartition(".")
+    layer = None if constants.module is None else constants.module._modules.get(name)
+    if layer is None or leaf != "weight":
+        return None
+    expected = None if getattr(layer, "bias", None) is None else f"{name}.bias"
+    none = bias is None or (isinstance(bias, ast.Constant) and bias.value is None)
+    given = None if none or bias is None else constants.path(bias)
+    fits = given == expected or (expected is None and given == f"{name}.bias")
+    return name if fits and (none or given is not None) else None
+
+
 def _linear(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    name = read.linear_weight(given["weight"], given.get("bias")) if "weight" in given else None
+    name = _layer_of(read.constants, given["weight"], given.get("bias")) if "weight" in given else None
     return None if name is None else ("part", name, read.evaluate(tensor))
+
+
+def _matmul(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
+    """``x @ layer.weight.T`` of a layer without bias, and other spellings of the transpose."""
+    match given.get("other"):
+        case ast.Attribute(weight, "T" | "mT") | ast.Call(ast.Attribute(weight, "t"), [], []):
+            return _linear(read, tensor, {"weight": weight})
+        case ast.Call(ast.Attribute(weight, "transpose"), axes, []) if {read.constants.of(axis) for axis in axes} in (
+            {0, 1},
+            {-2, -1},
+        ):
+            return _linear(read, tensor, {"weight": weight})
+    return None
 
 
 def _float(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
@@ -179,30 +239,38 @@ class Meaning:
 CALLS: dict[Any, Meaning] = {
     torch.sigmoid: Meaning(_sigmoid),
     F.sigmoid: Meaning(_sigmoid),
-    F.silu: Meaning(_silu),
+    torch.special.expit: Meaning(_sigmoid),
+    torch.exp: Meaning(_exp),
+    F.silu: Meaning(_silu, "inplace"),
     F.gelu: Meaning(_gelu, "approximate"),
     torch.mul: Meaning(_product, "other"),
     torch.multiply: Meaning(_product, "other"),
     torch.add: Meaning(_sum, "other"),
+    torch.div: Meaning(_quotient, "other"),
     torch.clamp: Meaning(_clamp, "min", "max"),
     torch.clip: Meaning(_clamp, "min", "max"),
     torch.clamp_max: Meaning(_clamp, "max"),
     torch.clamp_min: Meaning(_clamp, "min"),
     torch.chunk: Meaning(_chunk, "chunks", "dim"),
+    torch.tensor_split: Meaning(_chunk, "indices_or_sections", "dim"),
     torch.split: Meaning(_split, "size", "dim"),
     torch.unflatten: Meaning(_unflatten, "dim", "sizes"),
     torch.unbind: Meaning(_unbind, "dim"),
     torch.Tensor.view: Meaning(_view, "*"),
     F.dropout: Meaning(_dropout, "p", "training"),
     F.linear: Meaning(_linear, "weight", "bias"),
+    torch.matmul: Meaning(_matmul, "other"),
+    torch.Tensor.contiguous: Meaning(_itself),
     torch.Tensor.float: Meaning(_float),
     torch.Tensor.to: Meaning(_to, "dtype"),
 }
 """By the function; a tensor's method is read as the function that computes the same."""
 METHODS: dict[str, Any] = {
-    **{name: getattr(torch, name) for name in ("sigmoid", "mul", "multiply", "add", "clamp", "clip", "clamp_max")},
-    **{name: getattr(torch, name) for name in ("clamp_min", "chunk", "split", "unflatten", "unbind")},
+    **{name: getattr(torch, name) for name in ("sigmoid", "exp", "mul", "multiply", "add", "clamp", "clip")},
+    **{name: getattr(torch, name) for name in ("clamp_max", "clamp_min", "chunk", "tensor_split", "split")},
+    **{name: getattr(torch, name) for name in ("unflatten", "unbind", "matmul")},
     **dict.fromkeys(("view", "reshape"), torch.Tensor.view),
+    "contiguous": torch.Tensor.contiguous,
     "float": torch.Tensor.float,
     "to": torch.Tensor.to,
     "type": torch.Tensor.to,

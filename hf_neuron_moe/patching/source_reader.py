@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_neuron_moe.modules.structure import is_inert
@@ -27,8 +28,10 @@ from hf_neuron_moe.patching.source_values import (
     NotSwiGLU,
     bare,
     cast_kind,
+    changes_nothing,
     line,
     product,
+    storage,
 )
 
 
@@ -97,7 +100,8 @@ def multiplies_branches(forward: Callable[..., Any]) -> bool:
         return True
     arguments = function.args
     names = {each.arg for each in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs)}
-    depends = names | {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and _is_stored(each)}
+    assigned = (each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+    depends = names | {each.id for each in assigned}
 
     def is_branch(node: ast.expr) -> bool:
         return any(isinstance(each, ast.Name) and each.id in depends for each in ast.walk(node))
@@ -116,17 +120,6 @@ def multiplies_branches(forward: Callable[..., Any]) -> bool:
     return False
 
 
-def _is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
-
-
-def _changes_nothing(test: ast.expr) -> bool:
-    """Whether evaluating a condition calls nothing but ``isinstance`` and assigns nothing."""
-    calls = [each.func for each in ast.walk(test) if isinstance(each, ast.Call)]
-    assigns = any(isinstance(each, ast.NamedExpr) for each in ast.walk(test))
-    return not assigns and all(isinstance(each, ast.Name) and each.id == "isinstance" for each in calls)
-
-
 @dataclass
 class Reader:
     """Substitutes assignments and live branches into the returned expression."""
@@ -141,10 +134,14 @@ class Reader:
     half_sizes: set[str | int] = field(default_factory=set)  # attributes and numbers that a tensor is split by
     fixed: set[str] = field(default_factory=set)  # further arguments that decided a branch
     extra_arguments: bool = False
+    rank: int | None = None  # number of the input's dimensions, where the source counts them from the first
+    overwrites: bool = False
+    statement: ast.AST | None = None  # the one that is read, without the names that it assigns
 
     def run(self, body: list[ast.stmt]) -> Expression | None:
         """Return what the statements return; None where they do not."""
         for statement in body:
+            self.statement = statement.value if isinstance(statement, ast.Assign) else statement
             match statement:
                 case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
                     continue
@@ -161,9 +158,17 @@ class Reader:
                     whole = self.values[tensor]
                     self.values |= {name: ("size", whole, place) for name, place in sizes.items()}
                 case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]) if (
-                    self.casts_for_layer(name, value) and _changes_nothing(test)
+                    self.casts_for_layer(name, value) and changes_nothing(test)
                 ):
                     continue
+                case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
+                    before, after = self.evaluate(target), self.evaluate(ast.BinOp(target, op, value))
+                    self.overwrite(before, last=True)
+                    self.values[name] = after
+                case ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(id=name), method)) as value) if (
+                    method.endswith("_")
+                ):
+                    self.values[name] = self.evaluate(value)
                 case ast.If(test=test, body=live, orelse=other):
                     result = self.run(live if self.decide(test, statement) else other)
                     if result is not None:
@@ -186,6 +191,22 @@ class Reader:
             return
         known = self.constants.of(value)
         self.values[name] = self.evaluate(value) if known is NO_CONSTANT else ("constant", known)
+
+    def overwrite(self, value: Expression, last: bool = False) -> None:
+        """Note that the statement writes into the tensor `value`, after anything else that it does with `last`.
+
+        Raises:
+            NotSwiGLU: the tensor is or may be the caller's, or the statement has an older reference to it.
+        """
+        tensor = storage(value, self.module)
+        names = {name for name, held in self.values.items() if storage(held, self.module) == tensor}
+        assert self.statement is not None
+        used = [each for each in ast.walk(self.statement) if isinstance(each, ast.Name) and each.id in names]
+        if tensor == ("input",) or (len(used) > 1 and not last):
+            what = "its input" if tensor == ("input",) else "a tensor that it reads"
+            raise NotSwiGLU(f"its forward may change {what} in place: `{line(self.statement)}`")
+        self.values |= dict.fromkeys(names, ("overwritten",))
+        self.overwrites = True
 
     def casts_for_layer(self, name: str, value: ast.expr) -> bool:
         """Whether `value` is ``name.to(self.<layer>.weight.dtype)`` of a layer's result.
@@ -225,21 +246,37 @@ class Reader:
         match node:
             case ast.Name(id=name) if name in self.values and self.values[name][0] not in NO_TENSORS:
                 return self.values[name]
+            case ast.Call(func=ast.Attribute(ast.Name(id=name), "to")) if self.casts_for_layer(name, node):
+                return ("cast", self.values[name], "float")
             case ast.IfExp(test=test, body=live, orelse=other):
                 return self.evaluate(live if self.decide(test, node) else other)
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
                 found = self.multiply(left, right)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 found = self.add(left, right)
+            case ast.BinOp(left=left, op=ast.MatMult(), right=right):
+                found = self.call(torch.matmul, [left, right], [])
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                found = self.call(torch.div, [left, right], [])
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                value = bare(self.evaluate(operand))
+                whole, factor = value[1:3] if value[0] == "scaled" else (value, 1)
+                found = ("scaled", whole, -factor, line(node))
+            case ast.NamedExpr(target=ast.Name(id=name) as target, value=value):
+                self.assign(name, value)
+                return self.evaluate(target)
             case ast.Subscript(value=value, slice=index):
                 found = self.subscript(value, index)
             case ast.Call(func=ast.Attribute(ast.Name(self.own), part), args=[argument], keywords=[]):
                 found = self.part(part, argument)
             case ast.Call(func=function, args=arguments, keywords=keywords):
                 called = self.resolve(function)
-                if called is None and isinstance(function, ast.Attribute) and function.attr in METHODS:
-                    called, arguments = METHODS[function.attr], [function.value, *arguments]
+                method = function.attr.removesuffix("_") if isinstance(function, ast.Attribute) else ""
+                if called is None and isinstance(function, ast.Attribute) and method in METHODS:
+                    called, arguments = METHODS[method], [function.value, *arguments]
                 found = self.call(called, arguments, keywords)
+                if found is not None and isinstance(function, ast.Attribute) and function.attr == f"{method}_":
+                    self.overwrite(self.evaluate(function.value))
         if found is None:
             raise NotSwiGLU(f"its forward computes `{line(node)}`, {EXPECTED}")
         return found
@@ -275,12 +312,23 @@ class Reader:
                 return ("product", alone, ("offset", whole[2] if whole[1] == alone else whole[1], 1.0))
         return None
 
+    def is_last(self, dim: ast.expr | None) -> bool:
+        """Whether a dimension is the last: -1, or 2 of three, which each call then has to have."""
+        found = None if dim is None else self.constants.of(dim)
+        self.rank = 3 if found == 2 else self.rank
+        return found in (-1, 2)
+
     def subscript(self, value: ast.expr, index: ast.expr) -> Expression | None:
         """One of two halves or stripes."""
         match index:
-            case ast.Constant(value=0 | 1 as place):
-                whole = bare(self.evaluate(value))
-                return (whole[1], whole[2], place) if whole[0] == "pair" else None
+            case ast.Constant() | ast.UnaryOp():
+                whole, place = bare(self.evaluate(value)), self.constants.of(index)
+                return (whole[1], whole[2], place % 2) if whole[0] == "pair" and place in (0, 1, -1, -2) else None
+            case ast.Tuple(elts=[first, second, ast.Slice(lower=lower, upper=upper, step=step)]) if (
+                ast.unparse(first) == ast.unparse(second) == ":"
+            ):
+                self.rank = 3
+                return self.part_of_row(value, lower, upper, step)
             case ast.Tuple(elts=[ast.Constant(value=leading), *rest]) if leading is ...:
                 match rest:
                     case [ast.Slice(lower=lower, upper=upper, step=step)]:
@@ -337,22 +385,13 @@ class Reader:
 
     def call(self, function: object, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Expression | None:
         """What a call of a function computes whose first argument is a tensor; None if that is not known."""
+        if not arguments:
+            arguments = [each.value for each in keywords if each.arg == "input"]
+            keywords = [each for each in keywords if each.arg != "input"]
         known = CALLS.get(function) if arguments and isinstance(function, Hashable) else None
         if known is None or any(isinstance(each, ast.Starred) for each in arguments[:1]):
             return None
         return known(self, arguments[0], arguments[1:], keywords)
-
-    def linear_weight(self, weight: ast.expr, bias: ast.expr | None) -> str | None:
-        """The layer of ``F.linear(x, self.<layer>.weight, self.<layer>.bias)``, without a bias if it has none."""
-        name, _, leaf = (self.constants.path(weight) or "").rpartition(".")
-        layer = None if self.module is None else self.module._modules.get(name)
-        if layer is None or leaf != "weight":
-            return None
-        expected = None if getattr(layer, "bias", None) is None else f"{name}.bias"
-        none = bias is None or (isinstance(bias, ast.Constant) and bias.value is None)
-        given = None if none or bias is None else self.constants.path(bias)
-        fits = given == expected or (expected is None and given == f"{name}.bias")
-        return name if fits and (none or given is not None) else None
 
     def resolve(self, node: ast.expr) -> object:
         """The object a dotted global name stands for, or None."""

@@ -27,7 +27,7 @@ Expression = tuple[Any, ...]
 ("product", left, right)       ``left * right``
 ("scaled", argument, c, line)  ``argument * c``, c a number other than 1
 ("offset", argument, c)        ``argument + c``
-("sigmoid", argument, c)       ``torch.sigmoid(c * argument)``
+("sigmoid", argument, c)       ``torch.sigmoid(c * argument)``; ("exp", argument, c) likewise
 ("clamp", argument, lo, hi)    clamped, None for an absent limit
 ("cast", argument, kind)       to the layers' dtype (``"back"``), or to fp32 or one that may be it (``"float"``)
 ("half", whole, index)         first (0) or second (1) half of a tensor along its last dimension
@@ -37,12 +37,13 @@ Expression = tuple[Any, ...]
 ("weighted", name, argument)   times ``self.<name>``, a parameter of one number
 ("size", whole, place)         its size along a dimension, counted from the end
 ("half_size", whole)           half of its size along the last dimension
+("overwritten",)               of a variable whose tensor another one's statement has changed
 ("dtype", kind)                that of a tensor, as the kind of a cast to it
 ("dropout", name, argument)    dropout by a module or probability of the instance, or by a number
 """
 
 
-NO_TENSORS = ("dtype", "constant", "size", "half_size")
+NO_TENSORS = ("dtype", "constant", "size", "half_size", "overwritten")
 """Kinds of local variables that are no expression of the input."""
 
 
@@ -57,6 +58,15 @@ def bare(value: Expression) -> Expression:
     """Return `value` without casts around it."""
     while value[0] == "cast":
         value = value[1]
+    return value
+
+
+def storage(value: Expression, module: nn.Module | None) -> Expression:
+    """Return the value whose memory `value` may share: modules other than linear layers may return their input."""
+    while value[0] in ("cast", "half", "stripe", "pair", "grid", "dropout", "part"):
+        if value[0] == "part" and module is not None and type(module._modules.get(value[1])) is nn.Linear:
+            break
+        value = value[1] if value[0] in ("cast", "half", "stripe") else value[2]
     return value
 
 
@@ -94,6 +104,13 @@ def line(node: ast.AST) -> str:
     """Return a node's source on one line of at most 100 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def changes_nothing(test: ast.expr) -> bool:
+    """Whether evaluating a condition calls nothing but ``isinstance`` and assigns nothing."""
+    calls = [each.func for each in ast.walk(test) if isinstance(each, ast.Call)]
+    assigns = any(isinstance(each, ast.NamedExpr) for each in ast.walk(test))
+    return not assigns and all(isinstance(each, ast.Name) and each.id == "isinstance" for each in calls)
 
 
 NO_CONSTANT = object()

@@ -84,6 +84,33 @@ def cast_back(self: Any, z: Tensor) -> Tensor:
     return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
 
 
+def by_index(self: Any, z: Tensor) -> Tensor:
+    parts = z.contiguous().chunk(2, dim=-1)
+    return self.act_fn(parts[0].contiguous()) * parts[-1]
+
+
+def in_place(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    gate = self.act_fn(gate)
+    gate *= up
+    return gate
+
+
+def of_exponentials(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def of_scaled_exponentials(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    sigmoid = 1.0 / ((-self.alpha * gate).exp() + 1.0)
+    return gate * sigmoid * up
+
+
+def walrus(self: Any, z: Tensor) -> Tensor:
+    return (halves := z.chunk(2, dim=-1))[1] * F.silu(halves[0])
+
+
 READ: dict[Callable[..., Tensor], tuple[Gate, bool, dict[str, Any]]] = {
     plain: (Gate(), False, {}),
     up_first_in_the_product: (Gate(), False, {}),
@@ -94,6 +121,11 @@ READ: dict[Callable[..., Tensor], tuple[Gate, bool, dict[str, Any]]] = {
     without_end: (Gate(), False, {"none": None, "endless": math.inf}),
     softcapped: (Gate(gate_softcap=4.0, up_softcap=7.0), False, {"limit": 7}),
     cast_back: (Gate(), False, {}),
+    by_index: (Gate(), False, {}),
+    in_place: (Gate(), False, {}),
+    of_exponentials: (Gate(), False, {}),
+    of_scaled_exponentials: (Gate("swish", 1.702), False, {"alpha": 1.702}),
+    walrus: (Gate(), False, {}),
 }
 
 
@@ -102,7 +134,8 @@ def test_what_a_method_computes_is_read(method: Callable[..., Tensor]) -> None:
     gate, interleaved, constants = READ[method]
     found = read_gate(Holder(), method)
     assert (found.gate, found.interleaved, dict(found.constants)) == (gate, interleaved, constants)
-    called = method not in (up_first_in_the_product, spelled_out, alternating, softcapped)
+    functions = (up_first_in_the_product, spelled_out, alternating, softcapped, walrus)
+    called = method not in (*functions, of_exponentials, of_scaled_exponentials)
     assert found.activation == ("act_fn" if called else None)
 
 
@@ -141,10 +174,34 @@ def rounded(self: Any, z: Tensor) -> Tensor:
     return self.act_fn(gate.to(torch.bfloat16)) * up
 
 
-def in_place(self: Any, z: Tensor) -> Tensor:
+def half_in_place(self: Any, z: Tensor) -> Tensor:
     gate, up = z.chunk(2, dim=-1)
-    gate *= 2
+    gate *= 1
     return self.act_fn(gate) * up
+
+
+def input_in_place(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    z += 1
+    return self.act_fn(gate) * up
+
+
+def read_after_a_change(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    up = up.clamp(max=self.limit)
+    same = up
+    up += 1
+    return self.act_fn(gate) * same
+
+
+def third_part(self: Any, z: Tensor) -> Tensor:
+    parts = z.chunk(2, dim=-1)
+    return self.act_fn(parts[0]) * parts[2]
+
+
+def other_exponentials(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return gate / (2 + torch.exp(-gate)) * up
 
 
 def in_thirds(self: Any, z: Tensor) -> Tensor:
@@ -197,7 +254,11 @@ REFUSED = {
     activated_twice: "its gate is not act",
     clamped_whole: "its gate is not act",
     rounded: "computes `torch.bfloat16`",
-    in_place: "the statement `gate \\*= 2`",
+    half_in_place: "the statement `gate \\*= 1`",
+    input_in_place: "the statement `z \\+= 1`",
+    read_after_a_change: "computes `same`",
+    third_part: r"computes `parts\[2\]`",
+    other_exponentials: r"computes `gate / \(2 \+ torch\.exp\(-gate\)\)`",
     in_thirds: r"z.chunk\(3, dim=-1\)",
     along_rows: r"z.chunk\(2, dim=0\)",
     softcap_of_another_number: "its gate is not act",

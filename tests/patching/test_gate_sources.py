@@ -382,11 +382,6 @@ class UpTwiceMLP(BaseMLP):
         return self.d(self.act(self.g(x)) * u + u)
 
 
-class InPlaceMLP(BaseMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.d(F.silu(self.g(x), inplace=True) * self.u(x))
-
-
 class SumMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.d(torch.mul(self.act(self.g(x)) + self.u(x), 1.0))
@@ -418,7 +413,6 @@ REFUSED = [
     (ThirdsMLP(fused=True), r"computes `self\.gu\(x\)\.unflatten\(-1, \(3, -1\)\)`"),
     (OtherChunkMLP(fused=True), r"unpacks|computes `self\.gu\(x\)\.chunk\(2, dim=0\)`"),
     (UpTwiceMLP(), r"not down\(act\(gate"),
-    (InPlaceMLP(), r"computes `F\.silu\(self\.g\(x\), inplace=True\)`"),
     (SumMLP(), r"computes `self\.act\(self\.g\(x\)\) \+ self\.u\(x\)`"),
     (RawSigmoidMLP(), r"not down\(act\(gate"),
     (ClampBelowMLP(), r"clamps the activation from below, at -0\.1"),
