@@ -140,7 +140,8 @@ def test_a_silu_that_is_not_one_is_refused_by_name() -> None:
 
 def test_unreadable_source_is_refused() -> None:
     scope: dict[str, Any] = {}
-    exec("def forward(self, x):\n    return self.w2(self.act(self.w1(x)) * self.w3(x))\n", scope)
+    text = "def forward(self, x):\n    return self.w2(self.act(self.w1(x)) * self.w3(x))\n"
+    exec(compile(text, "<of no file>", "exec"), scope)  # Python 3.13 has a source of "<string>": what follows `-c`
     kind = type("GatedMLP", (Gated,), {"forward": scope["forward"]})
     assert_matches("source of its forward is not available", refused_reason(boxed(kind())))
 
