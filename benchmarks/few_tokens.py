@@ -1,0 +1,75 @@
+"""Calls of few tokens in fp32: a patched experts block against stock's, processor seconds of one thread, in turns.
+
+    python benchmarks/few_tokens.py                                     # 128 experts of H=2048 I=768, generation
+    python benchmarks/few_tokens.py --train --sizes 128 256 32 8        # H, I, experts, experts per token
+
+Processor time, since other processes of the machine take the wall clock's. All contestants share one set of weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+if str(Path(__file__).resolve().parent) in sys.path:
+    sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.blocks import Block, Case, decode_step, make_inputs, patched_block, share_weights, train_step
+from benchmarks.setting import machine
+
+
+def measure(case: Case, tokens: int, repeats: int, *, train: bool) -> dict[str, float]:
+    """Return the median processor seconds of each contestant."""
+    blocks = {name: Block(case, torch.float32, name) for name in ("grouped_mm", "eager")}
+    blocks["patched"] = patched_block(case, "fp32")
+    for block in blocks.values():
+        share_weights(block, blocks["grouped_mm"])
+    inputs = make_inputs(case, tokens, torch.float32)
+    steps = {name: (train_step if train else decode_step)(block, inputs) for name, block in blocks.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    order, draw = list(steps), random.Random(0)
+    for turn in range(repeats + 1):  # the first one warms up
+        draw.shuffle(order)
+        for name in order:
+            start = time.process_time()
+            steps[name]()
+            if turn:
+                seconds[name].append(time.process_time() - start)
+            blocks[name].zero_grad(set_to_none=True)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--sizes", type=int, nargs=4, default=[2048, 768, 128, 8], metavar=("H", "I", "E", "K"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--train", action="store_true", help="a training step in place of a call of generation")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    hidden, inner, experts, per_token = asked.sizes
+    rows = []
+    for tokens in asked.tokens:
+        case = Case("few", hidden, inner, tokens, experts, per_token)
+        found = measure(case, tokens, asked.repeats, train=asked.train)
+        ratio = found["patched"] / min(found["grouped_mm"], found["eager"])
+        rows.append({"tokens": tokens, "seconds": found, "patched_over_best_stock": ratio})
+        times = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in found.items())
+        print(f"{tokens} tokens: {times}; patched over the better stock {ratio:.2f}", flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps({"machine": machine(), "sizes": asked.sizes, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
