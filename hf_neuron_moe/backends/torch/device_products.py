@@ -41,6 +41,7 @@ from hf_neuron_moe.backends.torch.grouped_products import (
 from hf_neuron_moe.backends.torch.tiles import Loader
 
 _Tokens = tuple[Tensor | None, Tensor | None]  # whose rows an operand's are, in the order of the sorted pairs
+GATHERED = 1 << 18  # elements of tokens' rows that are gathered at once
 _ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 bytes
 
 
@@ -191,9 +192,12 @@ def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtyp
 def _over_rows_in_pieces(
     left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype, tokens: _Tokens
 ) -> Tensor:
-    """Return torch's grouped sum over rows; rows of tokens are gathered piece by piece."""
-    if tokens[0] is None and tokens[1] is None:
-        return F.grouped_mm(left_RM.to(dtype).t(), right_RN.to(dtype), offs=ends_G)
+    """Return torch's grouped sum over rows; rows of tokens are gathered piece by piece, or few of them at once."""
+    widths = left_RM.shape[1], right_RN.shape[1]
+    gathered = sum(len(rows) * width for rows, width in zip(tokens, widths, strict=True) if rows is not None)
+    if gathered <= GATHERED:
+        left, right = _rows((left_RM, right_RN), tokens, slice(None))
+        return F.grouped_mm(left.to(dtype).t(), right.to(dtype), offs=ends_G)
     out_GMN = left_RM.new_zeros((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
     for groups, rows, offsets in _pieces_of_groups(ends_G, out_GMN[0].numel()):
         left, right = _rows((left_RM, right_RN), tokens, rows)
