@@ -13,7 +13,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, not_one_of
 DEFAULT_GLOB = "*"
 """The entry of a map for blocks that none of its other globs matches."""
 
-PRODUCTS = ("gate_up_proj", "down_proj")
+PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
 """What a glob ends in that is about one product of experts; only conversions take such globs."""
 
 MAX_RECIPE_BYTES = 1_000_000

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, parse_keep
-from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.errors import BackendUnavailableError
@@ -99,7 +99,9 @@ class Backend(Protocol):
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         """Return what a forward saves of the tokens `x` as uninitialized tensors, made with ``x.new_empty``."""
 
-    def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
+    def quantized_fake_saved(
+        self, x: Tensor, rows: int, inner: int, keep: Keep, gate: Gate = SWIGLU
+    ) -> tuple[Tensor, Tensor]:
         """Return the same for :meth:`quantized_forward`; `rows` is R."""
 
     def mlp_decode(

@@ -35,6 +35,11 @@ class Gate(NamedTuple):
         return any(limit is not None for limit in limits)
 
     @property
+    def halves(self) -> int:
+        """How many projections read the input: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
     def reads_up_as_it_is(self) -> bool:
         """Whether the intermediate is the gate's activation times up's plain product."""
         up = (self.up_max, self.up_min, self.up_softcap)

@@ -12,8 +12,9 @@ words        :mod:`hf_neuron_moe.formats.moe_mx`:  compact (``[16, 2, t, I]``, `
              down ``[pI, t, H]``
 ============ ===================================== ==========================================================
 
-Experts put their axis in front. Scales are held compact whatever they were stored as (:func:`held_form`). The scheme
-says which K values share a scale; it, too, is recorded and never guessed from shapes.
+Experts put their axis in front. Without a gate projection gate_up is up alone, with 1 for the 2. Scales are held
+compact whatever they were stored as (:func:`held_form`). The scheme says which K values share a scale; it, too, is
+recorded and never guessed from shapes.
 """
 
 from __future__ import annotations
@@ -134,9 +135,10 @@ class MXMatrix:
 class MXExpertStack:
     """The projections of E experts, with an axis E in front, or of one network, as :class:`MXMatrix` has them.
 
-    Gate and up are the rows of one ``[2I, H]``, gate first. Down is ``[H, I]``; its K may be larger, zeros at the end.
-    Biases are float tensors without a gradient, as long as the projections with their padding. With permuted words the
-    layer's input has H in their order, and gate_up's bias I; the output and down's bias are in natural order.
+    Gate and up are the rows of one ``[2I, H]``, gate first; up alone is ``[I, H]``. Down is ``[H, I]``; its K may be
+    larger, zeros at the end. Biases are float tensors without a gradient, as long as the projections with their
+    padding. With permuted words the layer's input has H in their order, and gate_up's bias I; the output and down's
+    bias are in natural order.
     """
 
     gate_up_codes: Tensor
@@ -145,7 +147,7 @@ class MXExpertStack:
     down_scales: Tensor
     gate_up_layout: MXLayout
     down_layout: MXLayout
-    gate: Gate = SWIGLU  # one with a gate projection
+    gate: Gate = SWIGLU
     gate_up_bias: Tensor | None = None  # ``[E, 2I]`` or ``[2I]``, gate first
     down_bias: Tensor | None = None  # ``[E, H]`` or ``[H]``
 
@@ -157,11 +159,11 @@ class MXExpertStack:
     @property
     def inner(self) -> int:
         """I, padding included."""
-        return self.gate_up.shape[0] // 2
+        return self.gate_up.shape[0] // self.gate.halves
 
     @property
     def gate_up(self) -> MXMatrix:
-        """Gate and up; of experts only its shape is one of a matrix."""
+        """Gate and up, or up alone; of experts only its shape is one of a matrix."""
         return MXMatrix(self.gate_up_codes, self.gate_up_scales, self.gate_up_layout)
 
     @property

@@ -183,10 +183,9 @@ def _convertible(candidate: Candidate) -> Candidate:
 
 def no_codes(candidate: Candidate) -> str | None:
     """Why a module that can be patched cannot be loaded with MX codes; None where it can."""
-    form, roles = candidate.form, candidate.roles
+    roles = candidate.roles
     if roles is None:
-        ungated = "experts without a gate projection, and MX of the kernels has no form without one"
-        return ungated if form is not None and not form.gate.gated else None
+        return None
     has = {
         "biases": roles.biased,
         "layers in classes of their own": roles.roots != roles.linears,
@@ -204,8 +203,8 @@ def _network(candidate: Candidate, assignments: dict[str, Assignment]) -> Networ
     names: list[str] = []
     if isinstance(parts, DenseRoles):
         names = [f"{name}.bias" if name in parts.biased else "" for name in parts.linears]
-    elif parts is not None and parts.biased:
-        names = [f"{parts.gate_up}_bias", f"{parts.down}_bias"]
+    elif parts is not None:
+        names = [*parts.biases]
     full = [prefix_of(candidate.name) + name if name else "" for name in names]
     both, found = in_one_source(full[:-1], assignments), [assignments.get(name) for name in full]
     biases = tuple("" if each is None or each.converter else each.sources[""][0].name for each in found)

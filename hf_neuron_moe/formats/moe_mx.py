@@ -13,6 +13,8 @@ down scales         [E, pI/8, ceil(I/512), H]
 gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
 =================== ========================== ==============================================
 
+Experts without a gate projection have up alone, with 1 for the 2: a form that no kernel reads.
+
 pI is 128 if I >= 512 and I/4 below. An I above 512 is zero-padded to a multiple of it. A group of 32 values is 8
 partitions x 4 lanes. Codes with a scale per 32 adjacent values become words without another rounding if the axis is
 permuted (:func:`arrange_moe_words`). Value ``32q + 8r + i`` lies at partition ``8q + i`` of lane r, tile after tile.
@@ -85,17 +87,22 @@ def padded_intermediate(size: int) -> int:
 def quantize_moe_gate_up(
     gate_up_EH2I: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
-    """Quantize gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H.
+    """Quantize gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H, or up alone.
 
     The kernels take the scales of any `rule`. None is Neuron's own for FP8, and OCP's FLOOR for FP4, which no Neuron
     instruction produces. With a scale twice as large FP4 would not use half of its few codes.
     """
     fmt = element_format(fmt)
     check_float(gate_up_EH2I, "gate_up")
-    E, H, _, inter = _extents(gate_up_EH2I, ("E", "H", "2", "I"), "gate_up", "gate and up")
+    E, H, halves, inter = _extents(gate_up_EH2I, ("E", "H", _halves(gate_up_EH2I), "I"), "gate_up", "gate and up")
     check_multiple(H, TILE, "H", remedy=_HIDDEN_REMEDY)
-    rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * 2 * inter, H)
-    return _quantize_rows(rows_FH, fmt, rule, HIDDEN_SCHEME, (E, 2, inter), (2, 1, 3, 0, 4))
+    rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * halves * inter, H)
+    return _quantize_rows(rows_FH, fmt, rule, HIDDEN_SCHEME, (E, halves, inter), (2, 1, 3, 0, 4))
+
+
+def _halves(gate_up: Tensor) -> str:
+    """The extent that the third axis has to have: 1 where up is alone, else 2."""
+    return "1" if gate_up.shape[2:3] == (1,) else "2"
 
 
 def _quantize_rows(
@@ -124,12 +131,12 @@ def _dequantize_rows(weight: MoEWeightMX, scheme: SwizzleScheme, F: int, order: 
 
 @public
 def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
-    """Return gate and up projections as fp32 ``[E, H, 2, I]``."""
-    axes = ("E", "128", "2", "H/512", "I")
-    E, _, _, tiles, inter = _extents(weight.words, axes, "words", "one word per partition")
-    check_equal_shape(weight.scales, (E, SCALE_ROWS, 2, tiles, inter), "scales", "one row per 8 partitions")
-    rows_FH = _dequantize_rows(weight, HIDDEN_SCHEME, E * 2 * inter, (3, 1, 0, 2, 4))
-    return rows_FH.view(E, 2, inter, tiles * TILE).permute(0, 3, 1, 2)
+    """Return gate and up projections as fp32 ``[E, H, 2, I]``, or up's as ``[E, H, 1, I]``."""
+    axes = ("E", "128", _halves(weight.words), "H/512", "I")
+    E, _, halves, tiles, inter = _extents(weight.words, axes, "words", "one word per partition")
+    check_equal_shape(weight.scales, (E, SCALE_ROWS, halves, tiles, inter), "scales", "one row per 8 partitions")
+    rows_FH = _dequantize_rows(weight, HIDDEN_SCHEME, E * halves * inter, (3, 1, 0, 2, 4))
+    return rows_FH.view(E, halves, inter, tiles * TILE).permute(0, 3, 1, 2)
 
 
 @public
@@ -188,9 +195,9 @@ def group_words(codes: Tensor, fmt: ElementFormat) -> Tensor:
 def arrange_moe_words(words: Tensor, scales: Tensor, fmt: ElementFormat) -> MoEWeightMX:
     """Arrange words of :func:`group_words` and a scale byte per 32 adjacent values; every bit stays what it is.
 
-    `words` are gate_up ``[E, 2, I, H/4]`` or down ``[E, H, I/4]``, H and an I from 512 on in multiples of 512. The
-    result holds H and I permuted by :func:`to_groups`, of down only I: the layer's input has to be permuted, and its
-    output is in natural order.
+    `words` are gate_up ``[E, 2, I, H/4]``, up alone ``[E, 1, I, H/4]`` or down ``[E, H, I/4]``, H and an I from 512 on
+    in multiples of 512. The result holds H and I permuted by :func:`to_groups`, of down only I: the layer's input has
+    to be permuted, and its output is in natural order.
     """
     tiles, gate_up = -(-words.shape[-1] // PARTITIONS), words.ndim == 4
     if gate_up:

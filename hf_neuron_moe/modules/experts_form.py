@@ -61,11 +61,16 @@ class ExpertsForm:
         return self.transposed and not self.interleaved
 
     @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the biases' parameters, the first projection's and down's, if there are any."""
+        return (f"{self.gate_up}_bias", f"{self.down}_bias") if self.biased else ()
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters, in the order in which classes define them."""
         if not self.biased:
             return (*self.inputs, self.down)
-        return (self.gate_up, f"{self.gate_up}_bias", self.down, f"{self.down}_bias")
+        return (self.gate_up, self.biases[0], self.down, self.biases[1])
 
     @property
     def routed(self) -> bool:

@@ -108,8 +108,7 @@ def experts(
     arguments are those of :func:`swiglu_mlp`.
     """
     check_no_transform((x_TH, top_k_weights_TK, gate_up, down, *biases))
-    halves = 2 if gate.gated else 1
-    check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision, halves)
+    check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision, gate.halves)
     E, columns = len(gate_up), gate_up.shape[2 if transposed else 1]
     check_biases({"gate_up_bias": (biases[0], (E, columns)), "down_bias": (biases[1], (E, x_TH.shape[1]))}, x_TH)
     if precision == "mxfp8":

@@ -32,9 +32,8 @@ from hf_neuron_moe.modules.state_dict import halves_together
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+UP = "up_proj"  # name of the first weight of experts without a gate, where others have gate_up
 SCALE_SUFFIX = "_scale"
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
-"""Names of biases within the module, float buffers: gate's values first, then up's, whatever the original's order."""
 
 
 class QuantizedBlock(NeuronBlock):
@@ -42,8 +41,9 @@ class QuantizedBlock(NeuronBlock):
 
     `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
     activations. `layouts` say by role how codes are stored. `tensors` are codes and scales by :meth:`tensor_names`, and
-    biases in their original form by :data:`BIASES` where there are any. They are on the meta device until they are
-    loaded. `roles` are those of a dense MLP's attributes, None for experts.
+    biases in their original form where there are any. They are on the meta device until they are loaded; then biases
+    have gate's values first, whatever the original's order. `roles` are those of a dense MLP's attributes, None for
+    experts.
     """
 
     weight_suffix = ""
@@ -68,7 +68,8 @@ class QuantizedBlock(NeuronBlock):
         for replaced in parts.parameters if isinstance(parts, ExpertsForm) else parts.linears:
             self._parameters.pop(replaced, None)
             self._modules.pop(replaced.partition(".")[0], None)  # whose own code expects its parameters
-        for key in (*self.tensor_names(), *(name for name in BIASES if name in tensors)):
+        biases = () if self.neuron_form is None else self.neuron_form.biases
+        for key in (*self.tensor_names(parts.gate.gated), *biases):
             self._hold(key, tensors[key])
 
     @property
@@ -80,9 +81,9 @@ class QuantizedBlock(NeuronBlock):
         return SavedBlock("bf16", *sizes, config.backend, quantized=True, experts=experts, gate=gate)
 
     @classmethod
-    def tensor_names(cls) -> tuple[str, str, str, str]:
-        """Names of gate_up codes, gate_up scales, down codes and down scales within the module."""
-        gate_up, down = GATE_UP + cls.weight_suffix, DOWN + cls.weight_suffix
+    def tensor_names(cls, gated: bool = True) -> tuple[str, str, str, str]:
+        """Names of gate_up (or up) codes, gate_up scales, down codes and down scales within the module."""
+        gate_up, down = (GATE_UP if gated else UP) + cls.weight_suffix, DOWN + cls.weight_suffix
         return gate_up, gate_up + SCALE_SUFFIX, down, down + SCALE_SUFFIX
 
     def _hold(self, key: str, tensor: Tensor) -> None:
@@ -94,32 +95,32 @@ class QuantizedBlock(NeuronBlock):
 
     def settle(self) -> None:
         """Bring loaded tensors into the form in which they are held; the values stay what they are."""
-        names = self.tensor_names()
+        names = self.tensor_names(self.neuron_gate.gated)
         for role, codes, scales in zip((GATE_UP, DOWN), names[::2], names[1::2]):
             held = held_form(self.get_buffer(codes), self.get_buffer(scales), self.neuron_layouts[role])
             self._hold(codes, held[0])
             self._hold(scales, held[1])
             self.neuron_layouts[role] = held[2]
         if self.neuron_form is not None and self.neuron_form.biased:
-            gate_up, down = map(self.get_buffer, BIASES)
-            stack = self.neuron_stack
+            biases, stack = self.neuron_form.biases, self.neuron_stack
+            gate_up, down = map(self.get_buffer, biases)
             halves = halves_together(gate_up) if self.neuron_form.bias_interleaved else gate_up
-            halves = halves.unflatten(-1, (2, -1))
+            halves = halves.unflatten(-1, (self.neuron_gate.halves, -1))
             halves = F.pad(halves, (0, stack.inner - halves.shape[-1]))
             halves = to_groups(halves, min(stack.inner, TILE)) if self.permuted else halves
-            self._hold(BIASES[0], halves.flatten(-2))
-            self._hold(BIASES[1], F.pad(down, (0, stack.hidden - down.shape[-1])))
+            self._hold(biases[0], halves.flatten(-2))
+            self._hold(biases[1], F.pad(down, (0, stack.hidden - down.shape[-1])))
 
     def original_biases(self, hidden: int | None, inner: int | None) -> dict[str, Tensor]:
         """Return the biases as the original holds them, without zeros, by its parameters' names."""
         form = self.neuron_form
         if form is None or not form.biased:
             return {}
-        gate_up, down = map(self.get_buffer, BIASES)
-        halves = gate_up.unflatten(-1, (2, -1))
+        gate_up, down = map(self.get_buffer, form.biases)
+        halves = gate_up.unflatten(-1, (form.gate.halves, -1))
         halves = (from_groups(halves, min(halves.shape[-1], TILE)) if self.permuted else halves)[..., :inner]
         halves = halves.transpose(-1, -2) if form.bias_interleaved else halves
-        return dict(zip(BIASES, (halves.flatten(-2), down[..., :hidden].clone())))
+        return dict(zip(form.biases, (halves.flatten(-2), down[..., :hidden].clone())))
 
     @property
     def permuted(self) -> bool:
@@ -129,12 +130,13 @@ class QuantizedBlock(NeuronBlock):
     @property
     def neuron_stack(self) -> MXExpertStack:
         """The weights as the backend takes them."""
-        gate_up, gate_up_scales, down, down_scales = map(self.get_buffer, self.tensor_names())
-        if self.neuron_form is not None and self.neuron_form.call == IDENTITY:
+        gate_up, gate_up_scales, down, down_scales = map(self.get_buffer, self.tensor_names(self.neuron_gate.gated))
+        form = self.neuron_form
+        if form is not None and form.call == IDENTITY:
             # Experts that return their input have rows too, which nothing reads.
             gate_up, gate_up_scales = gate_up[: len(down)], gate_up_scales[: len(down)]
-        layouts = self.neuron_layouts
-        codes, biases = (gate_up, gate_up_scales, down, down_scales), map(self._buffers.get, BIASES)
+        layouts, biases = self.neuron_layouts, () if form is None else map(self.get_buffer, form.biases)
+        codes = (gate_up, gate_up_scales, down, down_scales)
         return MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], self.neuron_gate, *biases)
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:

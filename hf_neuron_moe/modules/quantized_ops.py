@@ -5,6 +5,7 @@ Legend: T tokens, H hidden, K experts per token.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack
 from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, Routing, Wants
 from hf_neuron_moe.checks import check_dtype, check_float, check_shape
-from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.errors import ConfigError, ShapeError, public
 from hf_neuron_moe.modules.op_watch import watched
 from hf_neuron_moe.modules.ops import called, exact_dtypes, recorded_policy, set_derivative, traced_into
 from hf_neuron_moe.modules.ops_checks import check_no_transform
@@ -32,7 +33,7 @@ def quantized_network(
     backend: str,
     activations: str = "minimal",
 ) -> Tensor:
-    """Return a gated MLP of `x_TH`, or the weighted sum of gated experts, whose weights are MX codes: ``[T, H]``.
+    """Return an MLP of `x_TH`, or the weighted sum of experts, whose weights are MX codes: ``[T, H]``.
 
     `x_TH` is ``[T, H]`` in any float dtype, read in bf16; the result has its dtype and is differentiable by `x_TH` and
     `weight_TK`. `index_TK` are integer expert ids ``[T, K]``, of which those of E and above add nothing, `weight_TK`
@@ -49,7 +50,7 @@ def quantized_network(
         check_shape(index_TK, (len(x_TH), None), "[T, K]", argument="index_TK")
         check_shape(weight_TK, tuple(index_TK.shape), "[T, K]", argument="weight_TK")
         index_TK, weight_TK = index_TK.to(torch.int64), weight_TK.to(torch.float32)
-    _check_gate_and_biases(stack)
+    _check_stack(stack)
     inputs = (x_TH,) if weight_TK is None else (x_TH, weight_TK)
     keep = recorded_policy(inputs, activations, _SPEC.precision)
     call = BlockCall(
@@ -61,13 +62,14 @@ def quantized_network(
     return y_TH.to(x_TH.dtype)
 
 
-def _check_gate_and_biases(stack: MXExpertStack) -> None:
-    if not stack.gate.gated:
-        fix = "Load such experts in bf16."
-        raise ConfigError.about("gate", "one with a gate projection for MX codes", stack.gate.title, fix)
+def _check_stack(stack: MXExpertStack) -> None:
+    if stack.down.shape[1] < stack.inner:
+        expected = f"at least {stack.inner} columns, as {stack.gate.title} has of up"
+        fix = "Pass the gate with which the codes were made."
+        raise ShapeError.about("down_codes", expected, stack.down.shape[1], fix)
     experts = stack.gate_up_codes.dim() > (4 if stack.gate_up_layout.arrangement == WORDS else 2)
     leading = stack.gate_up_codes.shape[:1] if experts else ()
-    sizes = (2 * stack.inner, stack.hidden)
+    sizes = (stack.gate.halves * stack.inner, stack.hidden)
     for name, bias, size in zip(
         ("gate_up_bias", "down_bias"), (stack.gate_up_bias, stack.down_bias), sizes, strict=True
     ):
@@ -145,7 +147,9 @@ def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor
     _, *tensors, _, _, call = rest
     rows = x_TH.shape[0] if index_TK is None else index_TK.numel()
     what, kernels = called(call)
-    saved = kernels.quantized_fake_saved(x_TH, rows, MXExpertStack(*tensors, *what.layouts).inner, what.keep)
+    gate = what.spec.gate
+    inner = replace(MXExpertStack(*tensors, *what.layouts), gate=gate).inner
+    saved = kernels.quantized_fake_saved(x_TH, rows, inner, what.keep, gate)
     return x_TH.new_empty(x_TH.shape), *saved
 
 

@@ -93,7 +93,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
         tokens, K = tokens * shape.rows, 1
     x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
     if shape.quantized:
-        tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
+        tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept, shape.gate)]
     else:
         sizes = BlockShape("mlp" if K is None else "experts", shape.hidden, shape.intermediate, shape.experts, K)
         tensors = [*backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size, gate=shape.gate), kept)]

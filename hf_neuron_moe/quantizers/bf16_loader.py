@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.formats.swizzle import unswizzle
 from hf_neuron_moe.modules.block import put_parameter, stock_slot
-from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
+from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, UP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
-
-UP = "up_proj"  # Name of the first weight of experts without a gate, where others have gate_up
 
 
 class Bf16Loader(nn.Module):

@@ -13,7 +13,6 @@ from hf_neuron_moe.convert.plan import no_codes
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.modules.engine import sizes_asked
 from hf_neuron_moe.modules.quantized_blocks import (
-    BIASES,
     DOWN,
     GATE_UP,
     QuantizedBlock,
@@ -22,7 +21,7 @@ from hf_neuron_moe.modules.quantized_blocks import (
 )
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
-from hf_neuron_moe.quantizers.bf16_loader import UP, Bf16Loader
+from hf_neuron_moe.quantizers.bf16_loader import Bf16Loader
 from hf_neuron_moe.quantizers.shard_layouts import FORWARD, WHERE, StoredTensor, joined
 from hf_neuron_moe.quantizers.sharded import Reading
 from hf_neuron_moe.quantizers.sharded_codes import CodeReading, local_codes
@@ -52,7 +51,7 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
     warned: set[str] = set()
     for candidate in discover(model):
         kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
-        names = kind.tensor_names() if candidate.gate.gated else (UP, *kind.tensor_names()[1:])
+        names = kind.tensor_names(candidate.gate.gated)
         tensors = _tensors_of(candidate.name, names, model, stored)
         if not tensors:
             continue
@@ -136,8 +135,8 @@ def _stand_in(
         expected = "permuted both or neither"
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
     held, experts = local_codes(candidate, tensors, engine)
-    if form is not None and form.biased:
-        held |= {name: torch.empty_like(candidate.module.get_parameter(name), device="meta") for name in BIASES}
+    for name in () if form is None else form.biases:
+        held[name] = torch.empty_like(candidate.module.get_parameter(name), device="meta")
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)
     if candidate.roles is None:
         block.neuron_top_k = candidate.top_k

@@ -13,7 +13,7 @@ from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
 from hf_neuron_moe.formats.moe_mx import TILE, from_groups
 from hf_neuron_moe.modules.block import put_parameter, release_layout
 from hf_neuron_moe.modules.engine import is_sharded_at_loading
-from hf_neuron_moe.modules.quantized_blocks import GATE_UP, QuantizedBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching import adapter_watch
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
@@ -118,13 +118,14 @@ def _values(block: QuantizedBlock, candidate: Candidate, dtype: torch.dtype) -> 
     assert hidden is not None and inner is not None
     device, leading = stack.gate_up_codes.device, () if experts is None else (experts,)
     # Rows of gate and up without a down projection, which nothing reads, become zeros.
-    rows_E = () if experts is None else (len(block.get_buffer(GATE_UP)),)
-    gate_up = torch.zeros((*rows_E, 2 * inner, hidden), dtype=dtype, device=device)
+    halves, first = stack.gate.halves, block.tensor_names(stack.gate.gated)[0]
+    rows_E = () if experts is None else (len(block.get_buffer(first)),)
+    gate_up = torch.zeros((*rows_E, halves * inner, hidden), dtype=dtype, device=device)
     down = torch.empty((*leading, hidden, inner), dtype=dtype, device=device)
     for number in [None] if experts is None else range(experts):
         weights = stack.expert(number)
         rows_of = (gate_up, down) if number is None else (gate_up[number], down[number])
-        for half in range(2):
+        for half in range(halves):
             rows, whole = slice(half * stack.inner, (half + 1) * stack.inner), slice(0, stack.hidden)
             values = weights.gate_up.values(rows, whole, torch.empty(stack.inner, stack.hidden, device=device))
             if block.permuted:

@@ -18,7 +18,7 @@ from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.engine import group_of, installed, style_name
 from hf_neuron_moe.modules.expert_parallel import implementation_for, unsupported_reason_of_exchange
 from hf_neuron_moe.modules.experts_calls import ROUTED
-from hf_neuron_moe.modules.quantized_blocks import BIASES, QuantizedBlock, QuantizedSwiGLUMLP
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 from hf_neuron_moe.quantizers.sharded import Slices, hidden, overlap
@@ -69,9 +69,8 @@ class CodeReading:
         if self.experts:
             first = model._mesh_manager.get_mesh("ep").get_local_rank() * self.experts
             own = slice(first, first + self.experts)
-            for name in BIASES:
-                if name in block._buffers:
-                    block.register_buffer(name, block.get_buffer(name)[own].clone())
+            for name in () if block.neuron_form is None else block.neuron_form.biases:
+                block.register_buffer(name, block.get_buffer(name)[own].clone())
         rank = model._mesh_manager.get_mesh("tp").get_local_rank() if divided else 0
         for name, stored in self.stored.items():
             parts = [stored.all[rank]] if stored.ep_rank is None else stored.all

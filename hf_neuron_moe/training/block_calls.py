@@ -153,13 +153,13 @@ def _first(bias_I: Tensor | None) -> Tensor | None:
 
 def decoded(stack: MXExpertStack, *, dense: bool) -> FFNWeights | ExpertWeights:
     """Return the values of MX codes, which bf16 holds exactly, as weights in ``nn.Linear`` orientation."""
-    hidden, inner, count = stack.hidden, stack.inner, 1 if dense else len(stack.down_codes)
+    (rows, hidden), inner, count = stack.gate_up.shape, stack.inner, 1 if dense else len(stack.down_codes)
     device = stack.down_codes.device
-    gate_up_EFH = torch.empty(count, 2 * inner, hidden, dtype=torch.bfloat16, device=device)
+    gate_up_EFH = torch.empty(count, rows, hidden, dtype=torch.bfloat16, device=device)
     down_EHI = torch.empty(count, hidden, inner, dtype=torch.bfloat16, device=device)
     for number in range(count):  # one at a time: a base in codes was chosen for its size
         one = stack.expert(None if dense else number)
-        for half in (slice(0, inner), slice(inner, 2 * inner)):
+        for half in (slice(first, first + inner) for first in range(0, rows, inner)):
             gate_up_EFH[number, half] = _values(one.gate_up, half)
         down_EHI[number] = _values(one.down, slice(0, hidden))[:, :inner]
     if dense:

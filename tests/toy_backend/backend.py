@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_neuron_moe.activation_policy import Keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import Saved
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 
@@ -63,8 +64,10 @@ class ToyBackend:
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         return self.torch.fake_saved(x, shape, spec, keep)
 
-    def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
-        return self.torch.quantized_fake_saved(x, rows, inner, keep)
+    def quantized_fake_saved(
+        self, x: Tensor, rows: int, inner: int, keep: Keep, gate: Gate = SWIGLU
+    ) -> tuple[Tensor, Tensor]:
+        return self.torch.quantized_fake_saved(x, rows, inner, keep, gate)
 
     def mlp_decode(self, *operands: Any) -> None:
         return None

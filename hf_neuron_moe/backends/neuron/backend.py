@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep
 from hf_neuron_moe.backends.base import Backend, BackwardCall, ExpertsGrads, MLPGrads, Saved
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron import limits, versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
@@ -125,8 +126,10 @@ class NeuronBackend(Backend):
             return self._experts.fake_saved(x, shape.top_k or 1, shape.experts or 1, block, keep)
         return fake_saved(x, x.shape[0], block, keep)
 
-    def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
-        return self._torch.quantized_fake_saved(x, rows, inner, keep)
+    def quantized_fake_saved(
+        self, x: Tensor, rows: int, inner: int, keep: Keep, gate: Gate = SWIGLU
+    ) -> tuple[Tensor, Tensor]:
+        return self._torch.quantized_fake_saved(x, rows, inner, keep, gate)
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         block = self._checked_dense(weights, spec, x_SH)

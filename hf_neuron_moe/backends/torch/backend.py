@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, saved_up_columns
 from hf_neuron_moe.backends.base import BackwardCall, ExpertsGrads, MLPGrads, Saved
-from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch import generation
@@ -121,8 +121,10 @@ class TorchBackend:
         rows = x.shape[0] * (1 if shape.top_k is None else shape.top_k)
         return _storage(x, rows, shape.inner, keep, gated=spec.gate.gated)
 
-    def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
-        return _storage(x, rows, inner, replace(keep, whole_up=True), with_input=False)[:2]
+    def quantized_fake_saved(
+        self, x: Tensor, rows: int, inner: int, keep: Keep, gate: Gate = SWIGLU
+    ) -> tuple[Tensor, Tensor]:
+        return _storage(x, rows, inner, replace(keep, whole_up=True), with_input=False, gated=gate.gated)[:2]
 
     mlp_decode = staticmethod(decode.mlp)
 
@@ -266,7 +268,7 @@ class TorchBackend:
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = self._quantized_rows(x_TH, routing, stack)
-        saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep)
+        saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep, stack.gate)
         checkpoints = _checkpoints((*saved, *saved), keep, stack.inner, gating_of(stack.gate, True))
         forward = quantized_forward if rows.on_device is None else forward_at_once
         out_TH = forward(x_TH, rows, stack, checkpoints)

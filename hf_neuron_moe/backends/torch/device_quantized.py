@@ -36,17 +36,17 @@ def forward_at_once(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Checkp
     assert rows.scale_R is not None
     ends_E, scale_R1 = rows.on_device.ends_G, rows.scale_R[:, None]
     x_RH = _quantized(x_TH, stack, loader).index_select(0, rows.token_R)
-    halves = []
-    for number, (weight_EIH, kept) in enumerate(zip(_gate_and_up(stack), (save.gate, save.up), strict=True)):
+    halves, weights = [], _gate_and_up(stack)
+    for number, (weight_EIH, kept) in enumerate(zip(weights, (save.gate, save.up)[-len(weights) :], strict=True)):
         sums_RI = grouped_product(x_RH, weight_EIH, ends_E, torch.float32)
         if stack.gate_up_bias is not None:
-            sums_RI.add_(rows.on_device.of_rows(stack.gate_up_bias.unflatten(1, (2, inner))[:, number].float()))
+            sums_RI.add_(rows.on_device.of_rows(stack.gate_up_bias.unflatten(1, (-1, inner))[:, number].float()))
         if number == 1 and gating.up_offset:
             sums_RI.add_(gating.up_offset)
         if kept is not None:
             put_tile(kept, _EVERY, slice(0, inner), sums_RI)
         halves.append(sums_RI)
-    product_RI = gating.intermediate_(*halves)
+    product_RI = gating.intermediate_(halves[0], halves[-1])
     afterwards = stack.down_layout.arrangement == WORDS
     if not afterwards:
         product_RI.mul_(scale_R1)
@@ -75,11 +75,13 @@ def backward_at_once(
     """
     d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
     loader, inner = _loader(dout_TH), stack.inner
-    gate_EIH, up_EIH = _gate_and_up(stack)
-    biases = (None, None)
+    *gate, up_EIH = _gate_and_up(stack)
+    gate_EIH, both = (gate[0], None) if gate else (up_EIH[:, :0], up_EIH)
+    gate_bias = up_bias = None
     if stack.gate_up_bias is not None:
-        biases = stack.gate_up_bias.unflatten(1, (2, inner)).unbind(1)
-    weights = GroupedWeights(gate_EIH, up_EIH, _down(stack)[:, :, :inner], None, *biases)
+        *rest, up_bias = stack.gate_up_bias.unflatten(1, (-1, inner)).unbind(1)
+        gate_bias = rest[0] if rest else None
+    weights = GroupedWeights(gate_EIH, up_EIH, _down(stack)[:, :, :inner], both, gate_bias, up_bias)
     x_TH = _quantized(x_TH, stack, loader) if len(x_TH) else x_TH
     backward = DeviceBackward(
         dout_TH, x_TH, rows, weights, loader, saved, None, d_scale_R, None, wants.input, gating=gating
@@ -96,22 +98,22 @@ def _quantized(x_TH: Tensor, stack: MXExpertStack, loader: Loader) -> Tensor:
     return loader.quantize(x_TH.to(torch.bfloat16, copy=True), 1, stack.gate_up_layout.scheme)
 
 
-def _gate_and_up(stack: MXExpertStack) -> tuple[Tensor, Tensor]:
-    """Return the values of both projections, bf16 ``[E, I, H]`` each."""
-    experts, inner, hidden = len(stack.gate_up_codes), stack.inner, stack.hidden
-    both = stack.gate_up_codes.new_empty((2, experts, inner, hidden), dtype=torch.bfloat16)
-    for part in _parts(experts, 2 * inner * hidden):
+def _gate_and_up(stack: MXExpertStack) -> tuple[Tensor, ...]:
+    """Return the values of both projections, or of up alone, bf16 ``[E, I, H]`` each."""
+    experts, inner, hidden, halves = len(stack.gate_up_codes), stack.inner, stack.hidden, stack.gate.halves
+    both = stack.gate_up_codes.new_empty((halves, experts, inner, hidden), dtype=torch.bfloat16)
+    for part in _parts(experts, halves * inner * hidden):
         matrix, count = _merged(stack.gate_up, part), len(range(experts)[part])
-        values = both.new_empty((2 * count * inner, hidden), dtype=torch.float32)
+        values = both.new_empty((halves * count * inner, hidden), dtype=torch.float32)
         if stack.gate_up_layout.arrangement == WORDS:  # gate and up lie apart
-            for half_FK, start in zip(values.chunk(2), (0, count * inner), strict=True):
-                matrix.values(slice(start, start + count * inner), slice(0, hidden), half_FK)
-            both[:, part].copy_(values.view(2, count, inner, hidden))
+            for half, half_FK in enumerate(values.chunk(halves)):
+                rows = slice(half * count * inner, (half + 1) * count * inner)
+                matrix.values(rows, slice(0, hidden), half_FK)
+            both[:, part].copy_(values.view(halves, count, inner, hidden))
         else:
             matrix.values(slice(0, len(values)), slice(0, hidden), values)
-            both[:, part].copy_(values.view(count, 2, inner, hidden).transpose(0, 1))
-    gate_EIH, up_EIH = both.unbind(0)
-    return gate_EIH, up_EIH
+            both[:, part].copy_(values.view(count, halves, inner, hidden).transpose(0, 1))
+    return both.unbind(0)
 
 
 def _down(stack: MXExpertStack) -> Tensor:

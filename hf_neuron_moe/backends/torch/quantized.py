@@ -58,7 +58,11 @@ class _Epilogue:
     width: int
     scale_R1: Tensor | None
     gating: Gating
-    needs_gate: bool = True
+
+    @property
+    def needs_gate(self) -> bool:
+        """Whether the network has a gate projection."""
+        return not self.gating.skip_gate
 
     def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
         """Leave the sums as they are: the activation reads them before they are rounded."""
@@ -148,16 +152,18 @@ def quantized_backward(
 def _tile(weights: MXExpertStack, columns: slice, loader: Loader) -> FFNWeights:
     """The values of one part of the intermediate axis, fp32, without zeros that the arrangement added."""
     hidden, inner, scratch = weights.hidden, weights.inner, loader.scratch
-    every, gate = slice(0, hidden), slice(columns.start, min(columns.stop, inner))
-    up, size = slice(inner + gate.start, inner + gate.stop), gate.stop - gate.start
-    gate_IH, up_IH = (scratch.get(name, (size, hidden), torch.float32) for name in ("quantized_gate", "quantized_up"))
+    every, size, bias = slice(0, hidden), min(columns.stop, inner) - columns.start, weights.gate_up_bias
+    inputs: list[Tensor] = []
+    biases: list[Tensor | None] = []
+    for half in range(weights.gate.halves):
+        rows = slice(half * inner + columns.start, half * inner + columns.start + size)
+        out_IH = scratch.get(f"quantized_input_{half}", (size, hidden), torch.float32)
+        inputs.append(weights.gate_up.values(rows, every, out_IH))
+        biases.append(None if bias is None else bias[rows])
+    gate_IH, up_IH = inputs if weights.gate.gated else (inputs[0][:0], inputs[0])
+    gate_bias, up_bias = biases if weights.gate.gated else (None, biases[0])
     down_HI = scratch.get("quantized_down", (hidden, columns.stop - columns.start), torch.float32)
-    return FFNWeights(
-        weights.gate_up.values(gate, every, gate_IH),
-        weights.gate_up.values(up, every, up_IH),
-        weights.down.values(every, columns, down_HI)[:, :size],
-        *(None if weights.gate_up_bias is None else weights.gate_up_bias[part] for part in (gate, up)),
-    )
+    return FFNWeights(gate_IH, up_IH, weights.down.values(every, columns, down_HI)[:, :size], gate_bias, up_bias)
 
 
 def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Checkpoints:
@@ -173,8 +179,10 @@ def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Che
 def _completed(kept: Checkpoints, x: RowSource, tile: FFNWeights, forward: Loader, gating: Gating) -> Checkpoints:
     """Make the missing pre-activations of a part of the intermediate axis again, rounded to bf16 as kept ones are."""
     gate_RI, up_RI = (
-        x.values.new_empty((len(x), len(tile.up_IH)), dtype=torch.bfloat16) if part is None else None
-        for part in (kept.gate, kept.up)
+        x.values.new_empty((len(x), len(tile.up_IH)), dtype=torch.bfloat16) if missing else None
+        for missing in (kept.gate is None and not gating.skip_gate, kept.up is None)
     )
+    if gate_RI is None and up_RI is None:
+        return kept
     project_gate_up(x, tile, forward, gate_RI, up_RI, gating)
     return Checkpoints(kept.gate if gate_RI is None else gate_RI, kept.up if up_RI is None else up_RI)

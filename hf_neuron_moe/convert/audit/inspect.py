@@ -18,7 +18,7 @@ from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, is_co
 from hf_neuron_moe.convert.io.source import damaged, read_header, read_source
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE
-from hf_neuron_moe.convert.layout.tensor_parallel import is_gate_up
+from hf_neuron_moe.convert.layout.tensor_parallel import halves_in
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, grouped, load_manifest
 from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.source_formats import METHODS, QUANTIZATION_CONFIG
@@ -202,7 +202,7 @@ def _details(tensor: WrittenTensor) -> str:
     if tensor.scale_layout is not None:
         details.append(f"{tensor.scale_layout} scales")
     if tensor.layout in PERMUTED_WORDS.values():
-        details.append("groups of the source: I permuted" + (" and H" if is_gate_up(tensor.weight) else ""))
+        details.append("groups of the source: I permuted" + (" and H" if halves_in(tensor.weight) else ""))
     if tensor.padding:
         details.append("padded " + ", ".join(f"{axis} by {count}" for axis, count in sorted(tensor.padding.items())))
     return ", ".join(details)

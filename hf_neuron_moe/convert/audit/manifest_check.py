@@ -54,8 +54,9 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], m
 
 def _both(weight: str, manifest: Manifest) -> list[Piece]:
     """The pieces of a block's two weights, which are permuted together; none where one is missing or is not."""
-    ends = ("gate_up_proj", "down_proj")
-    names = [weight.removesuffix(end) + other for end in ends for other in ends if weight.endswith(end)]
+    prefix = weight[: weight.rfind(".") + 1]
+    first = "up_proj" if f"{prefix}up_proj" in manifest.weights else "gate_up_proj"
+    names = [prefix + role for role in (first, "down_proj")]
     values = (tensor for tensor in manifest.tensors if tensor.weight in names and tensor.layout not in SCALES)
     if {(tensor.weight, tensor.layout in PERMUTED_WORDS.values()) for tensor in values} != {(n, True) for n in names}:
         return []

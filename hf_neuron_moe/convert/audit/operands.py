@@ -75,14 +75,17 @@ def _read_codes(codes_FK: Tensor, scales: Tensor, stored: WrittenTensor) -> Tens
 
 
 def _read_words(words: Tensor, scales: Tensor, stored: WrittenTensor) -> Tensor:
-    """One expert of ``moe_cte``'s MX weights: gate_up ``[128, 2, t, I]`` along H, down ``[Q, t, H]`` along I."""
+    """One expert of ``moe_cte``'s MX weights: gate_up ``[128, 2, t, I]`` along H, down ``[Q, t, H]`` along I.
+
+    Without a gate, up has 1 for the 2.
+    """
     lanes, packed = _lanes(words, stored.layout.startswith("mxfp4")), stored.scale_layout == "packed"  # [..., 4]
     partition = torch.arange(words.shape[0])
     if words.ndim == 4:
         scales_Q2tI = _unpack_rows(scales, words.shape[2]).movedim(1, 2) if packed else scales
         matrix_Q2tIj = lanes * _power(scales_Q2tI[partition // 8])[..., None]
         # h = j*(H/4) + t*128 + q: [2, I, j, t, q]
-        return matrix_Q2tIj.permute(1, 3, 4, 2, 0).reshape(2 * words.shape[3], -1)
+        return matrix_Q2tIj.permute(1, 3, 4, 2, 0).reshape(words.shape[1] * words.shape[3], -1)
     scales_QtH = _unpack_rows(scales, words.shape[1]) if packed else scales
     matrix_QtHj = lanes * _power(scales_QtH[partition // 8])[..., None]
     # i = t*512 + j*Q + q: [H, t, j, q]
@@ -94,8 +97,9 @@ def _read_permuted(words: Tensor, scales: Tensor, stored: WrittenTensor) -> Tens
     matrix = _read_words(words, scales, stored)
     if words.ndim == 3:
         return matrix[:, _group_places(matrix.shape[1], 512)]
-    rows = _group_places(len(matrix) // 2, 512)
-    return matrix[torch.cat([rows, len(rows) + rows])][:, _group_places(matrix.shape[1], matrix.shape[1])]
+    rows = _group_places(words.shape[3], 512)
+    halves = torch.cat([half * len(rows) + rows for half in range(words.shape[1])])
+    return matrix[halves][:, _group_places(matrix.shape[1], matrix.shape[1])]
 
 
 def _group_places(size: int, largest: int) -> Tensor:

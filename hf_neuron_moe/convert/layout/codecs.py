@@ -29,9 +29,7 @@ TRANSPOSED_ROWS = 256
 _FORMATS = {layout: {"mxfp8": E4M3FN, "mxfp4": E2M1}[kind] for layout, kind in orientations.WORD_LAYOUTS.items()}
 
 
-def encode(
-    matrix_FK: torch.Tensor, forms: Sequence[orientations.StoredForm], places: Sequence[torch.Tensor], *, gate_up: bool
-) -> None:
+def encode(matrix_FK: torch.Tensor, forms: Sequence[orientations.StoredForm], places: Sequence[torch.Tensor]) -> None:
     """Fill the stored tensors, without the experts' axis, of one matrix: bf16, forward orientation, zeros included."""
     if forms[0].layout == orientations.BF16_SWIZZLED:
         for rows, chunk in _row_chunks(matrix_FK):
@@ -43,8 +41,8 @@ def encode(
             _encode_operand(oriented, form, codes, scale_form.layout, scales)
             continue
         fmt = _FORMATS[form.layout]
-        if gate_up:
-            weight_EH2I = matrix_FK.unflatten(0, (2, -1)).permute(2, 0, 1)[None]
+        if form.part.gate_up:
+            weight_EH2I = matrix_FK.unflatten(0, (form.part.halves, -1)).permute(2, 0, 1)[None]
             quantized = moe_mx.quantize_moe_gate_up(weight_EH2I, fmt=fmt, rule=form.rule)
         else:
             quantized = moe_mx.quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=form.rule)
@@ -66,7 +64,7 @@ def keep_codes(
         words_FP[rows] = moe_mx.group_words(codes.flatten(1), fmt)
     parts = [words_FP, scales_FG]
     if forms[0].part.gate_up:
-        parts = [part.unflatten(0, (2, -1)) for part in parts]
+        parts = [part.unflatten(0, (forms[0].part.halves, -1)) for part in parts]
     _store_words(moe_mx.arrange_moe_words(parts[0][None], parts[1][None], fmt), forms[1], places)
 
 

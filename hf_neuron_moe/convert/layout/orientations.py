@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, PadRule, Part, is_gate_up, part_of
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, PadRule, Part, halves_in, part_of
 from hf_neuron_moe.convert.manifest import WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD, NO_COMPACT_SCALES, ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
@@ -170,9 +170,9 @@ def _forms_of_experts(weight: FusedWeight, options: ConvertOptions, rank: int) -
 def matrix_shape(tensor: WrittenTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor of values holds, in its own orientation, zeros included."""
     if tensor.layout in WORD_LAYOUTS:
-        if is_gate_up(tensor.weight):
+        if halves := halves_in(tensor.weight):
             *_, tiles, inner = tensor.shape
-            return 2 * inner, tiles * TILE
+            return halves * inner, tiles * TILE
         _, partitions, tiles, hidden = tensor.shape
         return hidden, 4 * partitions * tiles
     rows, columns = tensor.shape[-2:]
@@ -263,7 +263,7 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     permuted = weight.codes == options.precision and _keeps_codes(weight, options, part)
     pair: tuple[int, ...]
     if part.gate_up:
-        pair, tiles, partitions, columns, extra = (2,), H // TILE, PARTITIONS, inner, 0
+        pair, tiles, partitions, columns, extra = (part.halves,), H // TILE, PARTITIONS, inner, 0
     else:
         padded = padded_intermediate(inner)
         tiles = -(-padded // TILE)

@@ -142,7 +142,7 @@ def store(
         if scales_FG is not None:
             keep_codes(matrix_FK, scales_FG, forms, stored)
         elif view is None:
-            encode(matrix_FK, forms, stored, gate_up=weight.halves > 0)
+            encode(matrix_FK, forms, stored)
         yield stored
 
 
