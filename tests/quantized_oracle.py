@@ -32,10 +32,13 @@ def oracle(
 ) -> Tensor:
     """One network, in the dtype of `x` (float64 or fp32), on the codes' values; `biases` of gate_up and down.
 
+    Without a gate projection `gate_up` is up alone.
+
     `scale` multiplies the product, or with `after` the output; its gradient, too, counts rounding as the identity.
     """
     sums = through(x, schemes[0]) @ gate_up.to(x.dtype).T
-    g, u = (sums if biases is None else sums + biases[0].to(x.dtype)).chunk(2, dim=-1)
+    halves = (sums if biases is None else sums + biases[0].to(x.dtype)).chunk(2 if gate.gated else 1, dim=-1)
+    g, u = halves[0], halves[-1]
     kept = formula(gate, _kept(g, gate.gate_min, gate.gate_max), _kept(u, gate.up_min, gate.up_max))
     product, weights = kept + (formula(gate, g, u) - kept).detach(), down.to(x.dtype).T
     bias = torch.zeros(len(down), dtype=x.dtype) if biases is None else biases[1].to(x.dtype)

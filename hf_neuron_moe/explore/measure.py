@@ -95,7 +95,7 @@ class Pass:
         if known is None:
             E, H, I = call.projections.down_EHI.shape  # noqa: E741
             kind = "mlp" if call.routing is None else "experts"
-            known = BlockMeasures(kind, E, H, I, torch.zeros(E, dtype=torch.int64))
+            known = BlockMeasures(kind, E, H, I, torch.zeros(E, dtype=torch.int64), halves=call.spec.gate.halves)
             self.measures.blocks[call.block] = known
         return known
 

@@ -68,6 +68,7 @@ class BlockMeasures:
     operands: dict[str, Operand] = field(default_factory=dict)  # by "product operand"
     scores: dict[str, Score] = field(default_factory=dict)  # by format, or "format product"
     products: dict[str, tuple[float, float]] = field(default_factory=dict)  # signal and noise, of a sample
+    halves: int = 2  # projections of the input: gate and up, or up alone
 
     def operand(self, product: str, kind: str, channels: int) -> Operand:
         """Return the sums of an operand, new ones at first."""

@@ -70,6 +70,7 @@ class Plan:
     step_tokens: int
     total: Total
     uniform: dict[str, Total]  # by precision
+    ungated: frozenset[str] = frozenset()  # blocks whose first product is up's alone
 
     @property
     def recipe(self) -> dict[str, str]:
@@ -83,7 +84,9 @@ class Plan:
         for block, precision in self.precisions.items():
             each = {block: precision}
             if precision in MXFP4_PRODUCTS:
-                each = {f"{block}.{name}_proj": "mxfp4" if name in precision else "mxfp8" for name in PRODUCTS}
+                first = "up_proj" if block in self.ungated else "gate_up_proj"
+                kinds = ("mxfp4", "mxfp8") if precision == MXFP4_PRODUCTS[0] else ("mxfp8", "mxfp4")
+                each = dict(zip((f"{block}.{first}", f"{block}.down_proj"), kinds, strict=True))
             own |= {name: precision for name, precision in each.items() if precision != common}
         return {DEFAULT_GLOB: common} | own
 
@@ -111,7 +114,7 @@ def costs_of(
     for name, block in blocks.items():
         top_k = max(1, round(block.tokens_E.sum().item() / max(tokens, 1)))
         routed = {"top_k": top_k, "experts": block.experts} if block.kind == "experts" else {}
-        weights = 3 * block.experts * block.hidden * block.inner
+        projections, weights = block.halves + 1, block.experts * block.hidden * block.inner
         costs[name] = {}
         for precision in precisions:
             computed = "bf16" if precision == "bf16" else "mxfp8"
@@ -119,8 +122,8 @@ def costs_of(
                 shape = TorchBlock(block.kind, computed, block.hidden, block.inner, step.block_size)
                 seconds = floor_of(shape, chip, step, canonical_keep("minimal", computed), **routed).seconds
                 form, _, product = precision.partition(" ")
-                share = {"": 1.0, PRODUCTS[0]: 2 / 3, PRODUCTS[1]: 1 / 3}[product]
-                each = share * BYTES_PER_WEIGHT[form] + (1 - share) * BYTES_PER_WEIGHT["mxfp8"]
+                count = {"": projections, PRODUCTS[0]: block.halves, PRODUCTS[1]: 1}[product]
+                each = count * BYTES_PER_WEIGHT[form] + (projections - count) * BYTES_PER_WEIGHT["mxfp8"]
                 costs[name][precision] = Cost(seconds, weights * each)
     return costs
 
@@ -159,7 +162,8 @@ def make_plan(
     precisions = dict(zip(names, chosen, strict=True))
     kinds = [kind for kind in BYTES_PER_WEIGHT if all(kind in row for row in costs.values())]
     uniform = {kind: total_of(measures, costs, dict.fromkeys(names, kind)) for kind in kinds}
-    return Plan(precisions, limit, device, step, total_of(measures, costs, precisions), uniform)
+    ungated = frozenset(name for name, block in measures.blocks.items() if block.halves == 1)
+    return Plan(precisions, limit, device, step, total_of(measures, costs, precisions), uniform, ungated)
 
 
 def damage_of(block: BlockMeasures, precision: str) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_neuron_moe.quantizers.placeholders import Placement
 
 
-_BACKWARD_OPERANDS = r"(up|down)_proj(\.weight)?_T(_scale)?$"
+_BACKWARD_OPERANDS = r"(up|down)_proj(\.weight)?_T(_scale)?(\.[te]p\d+)?$"
 """Transposed operands of a conversion for training: the device's own backward reads them, this one does not."""
 
 

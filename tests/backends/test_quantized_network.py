@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
-from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, ShapeError
@@ -60,11 +60,14 @@ def stack_of(gate_up: Tensor, down: Tensor, arrangement: str, scales: str, rule:
     return MXExpertStack(first[0], first[1], second[0], second[1], first[2], second[2])
 
 
-def words_of(gate_up: Tensor, down: Tensor, fmt: str, packed: bool) -> tuple[MXExpertStack, Tensor, Tensor]:
+def words_of(
+    gate_up: Tensor, down: Tensor, fmt: str, packed: bool, gate: Gate = SWIGLU
+) -> tuple[MXExpertStack, Tensor, Tensor]:
     """moe_cte's words of ``[E, 2I, H]`` and ``[E, H, I]``, and the values they hold; `fmt` may name two formats."""
-    E, double, H = gate_up.shape
+    E, rows, H = gate_up.shape
+    halves = 2 if gate.gated else 1
     fmts = (fmt.split()[0], fmt.split()[-1])
-    first = quantize_moe_gate_up(gate_up.view(E, 2, double // 2, H).permute(0, 3, 1, 2), fmt=fmts[0])
+    first = quantize_moe_gate_up(gate_up.view(E, halves, rows // halves, H).permute(0, 3, 1, 2), fmt=fmts[0])
     second = quantize_moe_down(down.transpose(1, 2), fmt=fmts[1])
     values = dequantize_moe_gate_up(first).permute(0, 2, 3, 1).reshape(gate_up.shape)
     down_values = dequantize_moe_down(second)[:, : down.shape[2]].transpose(1, 2)
@@ -75,7 +78,7 @@ def words_of(gate_up: Tensor, down: Tensor, fmt: str, packed: bool) -> tuple[MXE
         unsigned = torch.uint32 if weight.words.dtype == torch.int32 else torch.uint16
         held.append(held_form(weight.words.view(unsigned), scales, layout))
     (a, b, one), (c, d, two) = held
-    return MXExpertStack(a, b, c, d, one, two), values, down_values
+    return MXExpertStack(a, b, c, d, one, two, gate), values, down_values
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -112,20 +115,25 @@ def test_dense_forward_is_the_patched_block_s(
     assert (apart > 0).float().mean() < 2**-6, "most sums round alike"
 
 
+UNGATED = GATES["squared_relu"]
+HALVES = [pytest.param(SWIGLU, id="gated"), pytest.param(UNGATED, id="ungated")]
+
+
+@pytest.mark.parametrize("gate", HALVES)
 @pytest.mark.parametrize(("arrangement", "scales"), STORED)
 def test_experts_forward_is_the_patched_block_s_bit_for_bit(
-    arrangement: str, scales: str, monkeypatch: pytest.MonkeyPatch
+    arrangement: str, scales: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products(monkeypatch, native=False)
-    gate_up, down, x = wide(4, 2 * 256, 128), wide(4, 128, 256, seed=1), wide(700, 128, seed=2)
+    rows = 512 if gate.gated else 256
+    gate_up, down, x = wide(4, rows, 128), wide(4, 128, 256, seed=1), wide(700, 128, seed=2)
     generator = torch.Generator().manual_seed(3)
     index = torch.randint(0, 6, (700, 2), generator=generator)  # 4 and 5 belong to other ranks
     weights = torch.rand(700, 2, generator=generator)
-    y = quantized_network(x, index, weights, stack_of(gate_up, down, arrangement, scales), backend="torch")
-    expected = ops.experts(
-        x, index, weights, gate_up, down, transposed=False, precision="mxfp8", block_size=512, backend="torch"
-    )
-    assert torch.equal(y, expected)
+    stack = replace(stack_of(gate_up, down, arrangement, scales), gate=gate)
+    y = quantized_network(x, index, weights, stack, backend="torch")
+    options = {"transposed": False, "precision": "mxfp8", "block_size": 512, "backend": "torch", "gate": gate}
+    assert torch.equal(y, ops.experts(x, index, weights, gate_up, down, **options))
 
 
 def test_blocks_with_bf16_products_differ_by_roundings_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +172,15 @@ def test_dense_backward_is_exact_for_the_codes_values(
 
 
 @pytest.mark.thinned(2)
+@pytest.mark.parametrize("gate", HALVES)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1", "e2m1 e4m3fn", "e4m3fn e2m1"])
 @pytest.mark.parametrize(
     ("hidden", "inner", "packed"),
     [(512, 96, False), (512, 96, True), (1024, 640, False), (1024, 640, True), (512, 2592, True)],
 )
-def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packed: bool) -> None:
-    gate_up, down = wide(3, 2 * inner, hidden), wide(3, hidden, inner, seed=1)
-    stack, gate_up_values, down_values = words_of(gate_up, down, fmt, packed)
+def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packed: bool, gate: Gate) -> None:
+    gate_up, down = wide(3, 2 * inner if gate.gated else inner, hidden), wide(3, hidden, inner, seed=1)
+    stack, gate_up_values, down_values = words_of(gate_up, down, fmt, packed, gate)
     assert (stack.hidden, stack.inner) == (hidden, inner)
     generator = torch.Generator().manual_seed(3)
     x, index = wide(11, hidden, seed=2).requires_grad_(), torch.randint(0, 3, (11, 2), generator=generator)
@@ -191,6 +200,7 @@ def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packe
                 width,
                 w64[token, k : k + 1],
                 after=True,
+                gate=gate,
             )
             for k, expert in enumerate(index[token].tolist())
         ]
@@ -214,17 +224,18 @@ def test_the_codes_are_used_as_they_are() -> None:
     assert relative(kept, expected) < BOUND
 
 
+@pytest.mark.parametrize("gate", HALVES)
 @pytest.mark.parametrize("keep", ["minimal", "gate_pre", "fp8"])
-def test_operators_obey_torch(keep: str) -> None:
-    stack = stack_of(wide(3, 256, 128), wide(3, 128, 128, seed=1), "swizzled", "packed")
+def test_operators_obey_torch(keep: str, gate: Gate) -> None:
+    stack = stack_of(wide(3, 256 if gate.gated else 128, 128), wide(3, 128, 128, seed=1), "swizzled", "packed")
     x, index = wide(5, 128, seed=2), torch.tensor([[0, 1], [2, 0], [1, 1], [2, 2], [0, 2]])
     tensors = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
     layouts = (stack.gate_up_layout, stack.down_layout)
-    call = BlockCall(BlockSpec("bf16"), parse_keep(keep), "torch", layouts=layouts).encode()
+    call = BlockCall(BlockSpec("bf16", gate=gate), parse_keep(keep), "torch", layouts=layouts).encode()
     weights = torch.rand(5, 2)
     routed = (x.requires_grad_(), index, weights.requires_grad_())
     torch.library.opcheck(quantized_ops.frozen_fwd, (*routed, *tensors, None, None, call))
-    dense = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
+    dense = stack_of(wide(256 if gate.gated else 128, 128), wide(128, 128, seed=1), "natural", "compact")
     dense_tensors = (dense.gate_up_codes, dense.gate_up_scales, dense.down_codes, dense.down_scales)
     torch.library.opcheck(
         quantized_ops.frozen_fwd, (x, None, None, *dense_tensors, None, None, call.replace("swizzled", "natural"))
@@ -276,7 +287,8 @@ GATED = [name for name, gate in GATES.items() if gate.gated]
 
 
 def biased(stack: MXExpertStack, gate: Gate, *leading: int) -> MXExpertStack:
-    biases = wide(*leading, 2 * stack.inner, seed=8), wide(*leading, stack.hidden, seed=9)
+    rows = stack.gate_up.shape[0]
+    biases = wide(*leading, rows, seed=8), wide(*leading, stack.hidden, seed=9)
     return replace(stack, gate=gate, gate_up_bias=biases[0], down_bias=biases[1])
 
 
@@ -293,11 +305,11 @@ def test_gates_and_biases_are_the_patched_block_s_bit_for_bit(name: str, monkeyp
     assert not torch.equal(y, quantized_network(x, None, None, replace(stack, gate_up_bias=None), backend="torch"))
 
 
-@pytest.mark.parametrize("name", GATED)
-@pytest.mark.parametrize("activations", ["minimal", "recompute", "fp8"])
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("activations", ["minimal", "recompute", "gate_pre", "up", "fp8"])
 def test_gradients_through_gates_and_biases(name: str, activations: str) -> None:
     gate, generator = GATES[name], torch.Generator().manual_seed(3)
-    gate_up, down = wide(3, 512, 128), wide(3, 128, 256, seed=1)
+    gate_up, down = wide(3, 512 if gate.gated else 256, 128), wide(3, 128, 256, seed=1)
     stack = biased(stack_of(gate_up, down, "swizzled", "compact"), gate, 3)
     values = [fake_quantize_mx(weight).double() for weight in (gate_up, down)]
     x, index = wide(11, 128, seed=2).requires_grad_(), torch.randint(0, 4, (11, 2), generator=generator)  # 3 is absent
@@ -328,7 +340,7 @@ def test_gradients_through_gates_and_biases(name: str, activations: str) -> None
 @pytest.mark.parametrize(
     ("kind", "change", "argument", "expected"),
     [
-        (ConfigError, {"gate": GATES["squared_relu"]}, "gate", "one with a gate projection for MX codes"),
+        (ShapeError, {"gate": UNGATED}, "down_codes", "at least 512 columns, as squared_relu, without gate"),
         (ShapeError, {"gate_up_bias": torch.zeros(3)}, "gate_up_bias", "512"),
         (
             ConfigError,
@@ -350,17 +362,18 @@ def test_gates_and_biases_that_codes_cannot_have(
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("stored", ["natural", "swizzled", "words", "packed words", "words of e2m1", "e2m1 e4m3fn"])
 @pytest.mark.parametrize("activations", ["minimal", "recompute", "fp8"])
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", GATES)
 def test_experts_at_once(stored: str, activations: str, name: str) -> None:
     """The forward is that of one after the other, the backward but for a rounding of each expert's part."""
-    gate_up, down = wide(6, 512, 512), wide(6, 512, 256, seed=1)
+    gate = GATES[name]
+    gate_up, down = wide(6, 512 if gate.gated else 256, 512), wide(6, 512, 256, seed=1)
     if stored == "e2m1 e4m3fn":
-        stack = words_of(gate_up, down, stored, packed=False)[0]
+        stack = words_of(gate_up, down, stored, packed=False, gate=gate)[0]
     elif "words" in stored:
-        stack = words_of(gate_up, down, "e2m1" if "e2m1" in stored else "e4m3fn", "packed" in stored)[0]
+        stack = words_of(gate_up, down, "e2m1" if "e2m1" in stored else "e4m3fn", "packed" in stored, gate)[0]
     else:
         stack = stack_of(gate_up, down, stored, "compact")
-    stack = biased(stack, GATES[name], 6)
+    stack = biased(stack, gate, 6)
     draw = torch.Generator().manual_seed(3)
     index, dout = torch.randint(0, 8, (40, 2), generator=draw), wide(40, 512, seed=4)  # 6 and 7 are of other ranks
     results = {}

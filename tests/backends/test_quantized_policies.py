@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import keep_strings
+from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.errors import ConfigError, GradientError
 from hf_neuron_moe.formats import quantize_mx, unswizzle
@@ -15,13 +16,14 @@ from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes
 from tests.refusals import refused
 
 HIDDEN = 128
+UNGATED = Gate("squared_relu", gated=False)
 LOSSLESS = ("full", *sorted(keep_strings("bf16") - {"fp8"}))
 
 
-def stack_of(inner: int, experts: int | None) -> MXExpertStack:
+def stack_of(inner: int, experts: int | None, gate: Gate = SWIGLU) -> MXExpertStack:
     """A natural arrangement of random codes."""
     generator, held = torch.Generator().manual_seed(0), []
-    for rows, columns in ((2 * inner, HIDDEN), (HIDDEN, inner)):
+    for rows, columns in ((2 * inner if gate.gated else inner, HIDDEN), (HIDDEN, inner)):
         pairs = []
         for _ in range(experts or 1):
             mx = quantize_mx((torch.randn(rows, columns, generator=generator) * columns**-0.5).bfloat16())
@@ -29,7 +31,7 @@ def stack_of(inner: int, experts: int | None) -> MXExpertStack:
         tensors = [torch.stack(part) if experts else part[0] for part in zip(*pairs, strict=True)]
         held.append(held_form(*tensors, MXLayout()))
     (a, b, one), (c, d, two) = held
-    return MXExpertStack(a, b, c, d, one, two)
+    return MXExpertStack(a, b, c, d, one, two, gate)
 
 
 def run(stack: MXExpertStack, routed: bool, tokens: int, keep: str) -> tuple[list[Tensor], int]:
@@ -54,11 +56,13 @@ def run(stack: MXExpertStack, routed: bool, tokens: int, keep: str) -> tuple[lis
 
 
 @pytest.mark.parametrize(("inner", "tokens"), [(256, 700), (2688, 30)])
-@pytest.mark.parametrize("routed", [False, True])
-def test_same_bits_and_the_bytes_foretold(routed: bool, inner: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("routed", "gate"), [(False, SWIGLU), (True, SWIGLU), (True, UNGATED)], ids=["dense", "experts", "ungated"]
+)
+def test_same_bits_and_the_bytes_foretold(routed: bool, gate: Gate, inner: int, tokens: int) -> None:
     """Several chunks of rows, and several tiles of the intermediate axis."""
-    stack = stack_of(inner, 3 if routed else None)
-    shape = SavedBlock("bf16", HIDDEN, inner, 2 if routed else None, quantized=True)
+    stack = stack_of(inner, 3 if routed else None, gate)
+    shape = SavedBlock("bf16", HIDDEN, inner, 2 if routed else None, quantized=True, gate=gate)
     expected, _ = run(stack, routed, tokens, "full")
     for keep in LOSSLESS:
         results, kept = run(stack, routed, tokens, keep)
