@@ -30,16 +30,16 @@ FORMATS = ["e4m3fn", "e5m2", "e2m1"]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("H", "inter"), [(512, 32), (1024, 96)])
-def test_gate_up_index_map(H: int, inter: int, fmt: str) -> None:
-    gate_up_EH2I = torch.randn(2, H, 2, inter)
+@pytest.mark.parametrize(("H", "inter", "halves"), [(512, 32, 2), (1024, 96, 2), (1024, 96, 1)])
+def test_gate_up_index_map(H: int, inter: int, halves: int, fmt: str) -> None:
+    gate_up_EH2I = torch.randn(2, H, halves, inter)
     weight = quantize_moe_gate_up(gate_up_EH2I, fmt=fmt)
-    assert weight.words.shape == (2, 128, 2, H // 512, inter)
+    assert weight.words.shape == (2, 128, halves, H // 512, inter)
     assert weight.words.dtype == (torch.int16 if fmt == "e2m1" else torch.int32)
-    assert weight.scales.shape == (2, 16, 2, H // 512, inter)
+    assert weight.scales.shape == (2, 16, halves, H // 512, inter)
     lanes = unpack_x4(weight.words, fmt).view(*weight.words.shape, 4)
     # The scheme's oracle is the definition h = lane*(H/4) + tile*128 + p, one group of 8 p x 4 lanes at a time.
-    for e, k, tile, i, row in ((0, 0, 0, 0, 0), (1, 1, H // 512 - 1, inter - 1, 15), (1, 0, 0, 7, 3)):
+    for e, k, tile, i, row in ((0, 0, 0, 0, 0), (1, halves - 1, H // 512 - 1, inter - 1, 15), (1, 0, 0, 7, 3)):
         h = [[lane * (H // 4) + tile * 128 + 8 * row + p for lane in range(4)] for p in range(8)]
         group = gate_up_EH2I[e, h, k, i]
         alone = quantize_moe_gate_up(_only(gate_up_EH2I.shape, (e, h, k, i), group), fmt=fmt)
@@ -75,8 +75,9 @@ def test_down_index_map(inter: int, fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("rule", ["neuron", "floor"])
-def test_values_equal_fake_quantization_with_the_named_schemes(fmt: str, rule: str) -> None:
-    gate_up_EH2I = torch.randn(3, 1024, 2, 5)
+@pytest.mark.parametrize("halves", [2, 1])
+def test_values_equal_fake_quantization_with_the_named_schemes(halves: int, fmt: str, rule: str) -> None:
+    gate_up_EH2I = torch.randn(3, 1024, halves, 5)
     got = dequantize_moe_gate_up(quantize_moe_gate_up(gate_up_EH2I, fmt=fmt, rule=rule))
     assert torch.equal(got, fake_quantize_mx(gate_up_EH2I, 1, fmt=fmt, rule=rule, scheme="one_tile"))
     down_EIH = torch.randn(3, 384, 6)
@@ -105,6 +106,8 @@ def test_packed_moe_scales(tiles: int) -> None:
             partition = 32 * (row // 4) + 4 * (tile % 4) + row % 4
             assert torch.equal(packed[:, partition, tile // 4], scales[:, row, :, tile])
     assert int((packed != 0).sum()) == scales.numel()
+    assert torch.equal(pack_moe_scales(scales[:, :, 1:]), packed[:, :, :, 1:])  # up alone
+    assert torch.equal(unpack_moe_scales(packed[:, :, :, 1:], tiles), scales[:, :, 1:])
     down = pack_moe_scales(scales[:, :, 0])
     assert torch.equal(down, packed[:, :, :, 0])
 
@@ -164,7 +167,7 @@ def test_codes_with_scales_of_adjacent_values_become_words(H: int, inter: int, f
     """Random codes and every scale byte that is finite: the words hold both, at the positions of the formula."""
     generator = torch.Generator().manual_seed(H + inter)
     element = element_format(fmt)
-    shapes = {"gate_up": (2, 2, inter, H), "down": (2, 40, inter)}
+    shapes = {"gate_up": (2, 2, inter, H), "up": (2, 1, inter, H), "down": (2, 40, inter)}
     for shape in shapes.values():
         codes = torch.randint(0, 1 << element.code_bits, shape, generator=generator, dtype=torch.uint8)
         codes[codes & 0x7F == 0x7F] = 0  # NaN of e4m3
