@@ -38,7 +38,10 @@ class ImpossibleError(Exception):
 
 @dataclass
 class Weights:
-    """Gate [.., I, H], up [.., I, H] and down [.., H, I] of one module, and the name its weights have."""
+    """Gate [.., I, H], up [.., I, H] and down [.., H, I] of one module, and the name its weights have.
+
+    Without a gate, that has no rows.
+    """
 
     prefix: str
     suffix: str
@@ -48,7 +51,11 @@ class Weights:
 
     @property
     def has_experts(self) -> bool:
-        return self.gate.ndim == 3
+        return self.up.ndim == 3
+
+    @property
+    def first(self) -> str:
+        return "gate_up_proj" if self.gate.shape[-2] else "up_proj"
 
 
 class Written(NamedTuple):
@@ -66,7 +73,8 @@ def modules_of(state: dict[str, Tensor]) -> Iterator[Weights]:
         prefix, suffix = name.split("down_proj")
         fused = state.get(f"{prefix}gate_up_proj{suffix}")
         if fused is None:
-            gate, up = state[f"{prefix}gate_proj{suffix}"], state[f"{prefix}up_proj{suffix}"]
+            up = state[f"{prefix}up_proj{suffix}"]
+            gate = state.get(f"{prefix}gate_proj{suffix}", up[..., :0, :])
         else:
             gate, up = fused.chunk(2, dim=-2)
         yield Weights(prefix, suffix, gate, up, state[name])
@@ -78,7 +86,7 @@ def expected(weights: Weights, options: ConvertOptions) -> Written:
     parts = [_part(weights, options, rank) for rank in range(options.tp_degree)]
     back: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
     for rank, (gate, up, down) in enumerate(parts):
-        matrices = {"gate_up_proj": torch.cat([gate, up], dim=-2), "down_proj": down}
+        matrices = {weights.first: torch.cat([gate, up], dim=-2), "down_proj": down}
         end = "" if options.tp_degree == 1 else f".tp{rank}"
         values = {}
         for role, matrix in matrices.items():
@@ -87,15 +95,15 @@ def expected(weights: Weights, options: ConvertOptions) -> Written:
             tensors |= {name + suffix + end: tensor for suffix, tensor in stored.items()}
         width, real = gate.shape[-2], _share(weights, options, rank)
         size = slice(0, real.stop - real.start)
-        back["gate"].append(values["gate_up_proj"][..., :width, :][..., size, : weights.gate.shape[-1]])
-        back["up"].append(values["gate_up_proj"][..., width:, :][..., size, : weights.gate.shape[-1]])
+        back["gate"].append(values[weights.first][..., :width, :][..., size, : weights.gate.shape[-1]])
+        back["up"].append(values[weights.first][..., width:, :][..., size, : weights.gate.shape[-1]])
         back["down"].append(values["down_proj"][..., : weights.down.shape[-2], size])
     joined = {key: torch.cat(values, dim=-1 if key == "down" else -2) for key, values in back.items()}
     return Written(tensors, joined)
 
 
 def _share(weights: Weights, options: ConvertOptions, rank: int) -> slice:
-    size = weights.gate.shape[-2]
+    size = weights.up.shape[-2]
     if size % options.tp_degree and not options.pad:
         raise ImpossibleError
     share = -(-size // options.tp_degree)
@@ -107,7 +115,7 @@ def _part(weights: Weights, options: ConvertOptions, rank: int) -> tuple[Tensor,
     gate, up, down = weights.gate[..., rows, :], weights.up[..., rows, :], weights.down[..., rows]
     if not options.pad:
         return gate, up, down
-    H, width = gate.shape[-1], -(-weights.gate.shape[-2] // options.tp_degree)
+    H, width = gate.shape[-1], -(-weights.up.shape[-2] // options.tp_degree)
     words = weights.has_experts and options.quantized and options.purpose == "inference"
     if words:
         H, width = _up(H, 512), _up(width, 32) if width < 481 else _up(width, 512)
@@ -119,7 +127,8 @@ def _part(weights: Weights, options: ConvertOptions, rank: int) -> tuple[Tensor,
         if prepared and options.precision != "mxfp4":
             # The forward kernel groups activations with K = 384 as one tile, prepared weights as two.
             H, width = (512 if size == 384 else size for size in (H, width))
-    gate, up = (pad(half, (0, H - half.shape[-1], 0, width - half.shape[-2])) for half in (gate, up))
+    up = pad(up, (0, H - up.shape[-1], 0, width - up.shape[-2]))
+    gate = pad(gate, (0, H - gate.shape[-1], 0, width - gate.shape[-2])) if gate.shape[-2] else up[..., :0, :]
     return gate, up, pad(down, (0, width - down.shape[-1], 0, H - down.shape[-2]))
 
 
@@ -157,13 +166,13 @@ def _operands(matrix: Tensor, suffix: str, options: ConvertOptions) -> dict[str,
 
 
 def _words(matrix: Tensor, role: str, options: ConvertOptions) -> tuple[dict[str, Tensor], Tensor]:
-    gate_up = role == "gate_up_proj"
-    H, inner = matrix.shape[-1 if gate_up else -2], matrix.shape[-2] // 2 if gate_up else matrix.shape[-1]
+    halves = {"gate_up_proj": 2, "up_proj": 1}.get(role, 0)
+    H, inner = matrix.shape[-1 if halves else -2], matrix.shape[-2] // halves if halves else matrix.shape[-1]
     if H % 512 or inner % 32 or options.scales == "oversized":
         raise ImpossibleError
     fmt = FORMATS[options.precision]
-    if gate_up:
-        mx = quantize_moe_gate_up(matrix.unflatten(1, (2, inner)).permute(0, 3, 1, 2), fmt=fmt, rule=options.rule)
+    if halves:
+        mx = quantize_moe_gate_up(matrix.unflatten(1, (halves, inner)).permute(0, 3, 1, 2), fmt=fmt, rule=options.rule)
         values = dequantize_moe_gate_up(mx).permute(0, 2, 3, 1).flatten(1, 2)
     else:
         mx = quantize_moe_down(matrix.transpose(1, 2), fmt=fmt, rule=options.rule)
