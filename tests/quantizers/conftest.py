@@ -44,7 +44,7 @@ WORDS = {
 def sizes_for(family: str, sizes: dict[str, int]) -> dict[str, int]:
     """The sizes that a family's configuration has."""
     known = {"hidden_size", "intermediate_size"}
-    known |= {"moe_intermediate_size"} if family in ("qwen2_moe", "qwen3_moe") else set()
+    known |= {"moe_intermediate_size"} if family in ("qwen2_moe", "qwen3_moe", "nemotron_h") else set()
     known |= {"shared_expert_intermediate_size"} if family == "qwen2_moe" else set()
     return {name: size for name, size in sizes.items() if name in known}
 
@@ -54,7 +54,7 @@ def wide_range_(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "mlp" in name and "gate.weight" not in name:
+            if ("mlp" in name or "experts" in name) and "gate.weight" not in name:
                 exponent = torch.randint(-12, 1, param.shape, generator=generator)
                 param.normal_(std=0.5, generator=generator).mul_(torch.exp2(exponent.float()))
     return model

@@ -77,13 +77,14 @@ def test_the_other_options_change_no_result(
     assert torch.equal(logits(load(converted(family, **options))), expected)
 
 
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize("options", [*TARGETS, {"precision": "mxfp8", "purpose": "lora"}], ids=str)
 @pytest.mark.parametrize("headless", [False, True])
 def test_nothing_is_reported_missing_or_left_over(
     converted: Converted, options: dict[str, Any], headless: bool
 ) -> None:
     kind = AutoModel if headless else AutoModelForCausalLM
-    for family in ("llama", "qwen2_moe"):
+    for family in ("llama", "qwen2_moe", "nemotron_h"):
         _, report = kind.from_pretrained(converted(family, **options), output_loading_info=True)
         assert report.pop("unexpected_keys") == ({"lm_head.weight"} if headless else set())
         assert not any(report.values()), report

@@ -1,4 +1,4 @@
-"""MX blocks of experts that are called in other ways, and of dense MLPs with other gates."""
+"""MX blocks of experts that are called in other ways or have no gate, and of dense MLPs with other gates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from tests.convert.test_every_family import made, opened, output
 
-FAMILIES = ("gemma3", "muse_spark", "llama4", "longcat_flash", "dbrx", "jetmoe")
+FAMILIES = ("gemma3", "muse_spark", "llama4", "longcat_flash", "dbrx", "jetmoe", "nemotron_h")
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
@@ -39,7 +39,10 @@ def test_codes_compute_what_the_patched_original_does(family: str, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
-@pytest.mark.parametrize(("family", "glob"), [("dbrx", "transformer.blocks.0.*"), ("llama4", "*.experts")])
+@pytest.mark.parametrize(
+    ("family", "glob"),
+    [("dbrx", "transformer.blocks.0.*"), ("llama4", "*.experts"), ("nemotron_h", "model.layers.2.*")],
+)
 def test_codes_next_to_bf16_blocks(family: str, glob: str, tmp_path: Path) -> None:
     source, precision = made(family, tmp_path / "source"), {"*": "mxfp8", glob: "bf16"}
     convert_checkpoint(source, tmp_path / "dst", ConvertOptions(precision, pad=True))

@@ -19,7 +19,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_che
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError
 from hf_neuron_moe.modules.quantized_blocks import QuantizedExperts
 from hf_neuron_moe.quantizers.shard_layouts import TENSORS_KEY
-from tests.convert.quantized_sources import MXFP4, rewrite
+from tests.convert.quantized_sources import MXFP4, rewrite, to_fp8
 from tests.convert.test_kept_codes import gpt_oss
 from tests.convert.test_quantized_sources import aria, as_mxfp4
 from tests.quantized_oracle import oracle
@@ -30,8 +30,11 @@ from tests.tiny_models import tiny_model, tokens
 SIZES: dict[str, dict[str, int]] = {
     "gpt_oss": {"hidden_size": 128, "intermediate_size": 256},
     "gemma4": {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128},
+    "nemotron_h": {"hidden_size": 128, "moe_intermediate_size": 256},
 }
 UNEVEN = {"hidden_size": 64, "intermediate_size": 96}
+PLAIN = ("lm_head", "embed", "norm", "mixer.gate.")  # not of FP8 sources
+UNGATED = {"hidden_size": 64, "moe_intermediate_size": 96}
 # As in test_quantized_network: results, pre-activations and gradients are rounded to bf16, and a rounded product that
 # crosses a border of the MXFP8 grid moves one value among many by 2^-4.
 BOUND = 2**-6
@@ -43,7 +46,9 @@ def made(folder: Path, family: str, sizes: dict[str, int], *, coded: bool = Fals
         aria(folder / "src", sizes["hidden_size"], sizes["intermediate_size"])
     else:
         wide_range_(tiny_model(family, **sizes)).bfloat16().save_pretrained(folder / "src")
-        if coded:
+        if coded and family == "nemotron_h":
+            to_fp8(folder / "src", block=(1, 32), scale_dtype=torch.uint8, plain=PLAIN)
+        elif coded:
             rewrite(folder / "src", MXFP4, lambda tensors: as_mxfp4(tensors)[0])
     convert_checkpoint(folder / "src", folder / "dst", ConvertOptions(**options))
     export_checkpoint(folder / "dst", folder / "back", allow_inexact=not coded)
@@ -57,11 +62,12 @@ def experts(model: Any) -> QuantizedExperts:
 def expected(block: QuantizedExperts, stock: Any, schemes: tuple[str, str], inputs: tuple[Tensor, ...], after: bool):
     """The sum of each token's experts on the values of `stock`, its weights, in float64."""
     x, index, weights = inputs
-    gate_up, down = (param.detach().double() for param in (stock.gate_up_proj, stock.down_proj))
+    first = stock.gate_up_proj if block.neuron_gate.gated else stock.up_proj
+    gate_up, down = (param.detach().double() for param in (first, stock.down_proj))
     if stock.is_transposed:
         gate_up, down = gate_up.mT, down.mT
     biases = [getattr(stock, name, None) for name in ("gate_up_proj_bias", "down_proj_bias")]
-    if not stock.is_concatenated:
+    if not stock.is_concatenated and block.neuron_gate.gated:
         gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], 1)
         biases[0] = None if biases[0] is None else torch.cat([biases[0][:, 0::2], biases[0][:, 1::2]], 1)
     width = block.neuron_stack.down.shape[1]
@@ -82,6 +88,9 @@ CASES = [
     ("gpt_oss", UNEVEN, {"precision": "mxfp8", "purpose": "inference", "pad": True}, WORDS),
     ("gpt_oss", UNEVEN, {"precision": "mxfp4", "pad": True}, WORDS),
     ("gemma4", SIZES["gemma4"], {"precision": "mxfp8"}, NATURAL),
+    ("nemotron_h", SIZES["nemotron_h"], {"precision": "mxfp8"}, NATURAL),
+    ("nemotron_h", UNGATED, {"precision": "mxfp8", "purpose": "inference", "pad": True}, WORDS),
+    ("nemotron_h", UNGATED, {"precision": "mxfp4", "pad": True, "scales": "packed"}, WORDS),
     ("gpt_oss", UNEVEN, {"precision": "mxfp4", "pad": True}, ADJACENT),
     pytest.param(
         "gpt_oss",
@@ -91,9 +100,16 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     ("aria", {"hidden_size": 96, "intermediate_size": 64}, {"precision": "mxfp4", "pad": True}, ADJACENT),
+    (
+        "nemotron_h",
+        {"hidden_size": 96, "moe_intermediate_size": 64},
+        {"precision": "mxfp8", "purpose": "inference", "pad": True},
+        ADJACENT,
+    ),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(("family", "sizes", "options", "schemes"), CASES)
 def test_experts_compute_with_the_stored_values(
     family: str, sizes: dict[str, int], options: dict[str, Any], schemes: tuple[str, str], tmp_path: Path
@@ -141,10 +157,20 @@ def test_logits_are_those_of_the_patched_original(precision: Any, layout: str, t
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("coded", [False, True])
-def test_a_model_s_life(coded: bool, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize(
+    ("family", "sizes", "coded", "router", "adapted_layers"),
+    [
+        ("gpt_oss", UNEVEN, False, "mlp.router", 4),
+        ("gpt_oss", UNEVEN, True, "mlp.router", 4),
+        ("nemotron_h", UNGATED, False, "mixer.gate", 3),
+    ],
+)
+def test_a_model_s_life(
+    family: str, sizes: dict[str, int], coded: bool, router: str, adapted_layers: int, tmp_path: Path
+) -> None:
     """Generation, copies, adapters next to the experts and on the router, their files, and ordinary weights again."""
-    model, stock = made(tmp_path, "gpt_oss", UNEVEN, coded=coded, precision="mxfp4", pad=True)
+    model, stock = made(tmp_path, family, sizes, coded=coded, precision="mxfp4", pad=True)
     logits = model(tokens()).logits
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, logits)
     again = load(tmp_path / "dst", dtype=torch.float32).eval()
@@ -154,9 +180,7 @@ def test_a_model_s_life(coded: bool, tmp_path: Path) -> None:
     with refused(UnsupportedModelError, "model", "dequantize"):
         model.save_pretrained(tmp_path / "saved")
     torch.manual_seed(5)
-    config = LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["mlp.router.weight"], init_lora_weights=False
-    )
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=[f"{router}.weight"], init_lora_weights=False)
     adapted = get_peft_model(again, config).train()
     losses = []
     for policy in ("minimal", "recompute"):
@@ -165,7 +189,9 @@ def test_a_model_s_life(coded: bool, tmp_path: Path) -> None:
         loss = adapted(tokens(), labels=tokens()).loss
         loss.backward()
         losses.append([loss.detach(), *(param.grad.clone() for param in adapted.parameters() if param.requires_grad)])
-    assert len(losses[0]) == 9 and all(torch.equal(one, two) for one, two in zip(*losses, strict=True))
+    assert len(losses[0]) == 1 + 2 * adapted_layers and all(
+        torch.equal(one, two) for one, two in zip(*losses, strict=True)
+    )
     assert all(value.abs().max() > 0 for value in losses[0])
     adapted.save_pretrained(tmp_path / "adapters")
     other = PeftModel.from_pretrained(load(tmp_path / "dst", dtype=torch.float32), tmp_path / "adapters").eval()

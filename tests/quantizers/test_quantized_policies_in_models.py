@@ -12,6 +12,7 @@ from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, load
 from tests.tiny_models import tokens
 
 
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [
@@ -19,6 +20,7 @@ from tests.tiny_models import tokens
         ("qwen2_moe", SIZES, {"precision": "mxfp8", "layout": "fused"}),
         ("llama", UNEVEN, {"precision": "mxfp8", "layout": "kernel"}),
         ("mixtral", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
+        ("nemotron_h", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
     ],
 )
 def test_policies_of_a_loaded_model(

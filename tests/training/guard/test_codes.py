@@ -61,6 +61,7 @@ class Replaying(Watch):
         super()._judge(block, findings, form)
 
 
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize("policy", ["full", "minimal", "recompute", "up", "fp8"])
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
@@ -70,6 +71,7 @@ class Replaying(Watch):
         ("qwen2_moe", SIZES, {"precision": "mxfp8", "layout": "fused"}),
         ("gpt_oss", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
         ("mixtral", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
+        ("nemotron_h", WORDS, {"precision": "mxfp8", "layout": "kernel", "purpose": "inference"}),
     ],
 )
 def test_healthy_results_are_those_of_float64(
