@@ -6,6 +6,7 @@ its reason, and nothing is launched. Letters: T tokens, H hidden, I intermediate
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -159,7 +160,7 @@ def test_mxfp8_experts(machine: Start, options: dict[str, Any]) -> None:
 
 def words(row: Row, hidden: int, inner: int, fmt: str) -> MXExpertStack:
     """Experts stored as MX words."""
-    gate_up = quantize_moe_gate_up(normal(E, hidden, 2, inner, scale=0.1), fmt=fmt)
+    gate_up = quantize_moe_gate_up(normal(E, hidden, 2 if row.gate.gated else 1, inner, scale=0.1), fmt=fmt)
     down = quantize_moe_down(normal(E, inner, hidden, scale=0.1), fmt=fmt)
     layouts = (MXLayout(fmt, WORDS, "one_tile"), MXLayout(fmt, WORDS, "wrapX_single"))
     biases = (normal(E, 2 * inner), normal(E, hidden)) if row.biased else (None, None)
@@ -225,21 +226,30 @@ def test_dense_mx_codes_have_swiglu_only(machine: Start) -> None:
         assert reason in str(neuron().quantized_support(given, training=False).reason)
 
 
-def test_words_that_no_kernel_takes_are_reported_and_run_on_torch(machine: Start) -> None:
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("another alpha", r"the kernels' Swish has alpha 1\.702, and the block's is 1\.5"),
+        ("squared_relu", "the kernels for MX words always compute a gate projection"),
+    ],
+)
+def test_words_that_no_kernel_takes_are_reported_and_run_on_torch(row: str, reason: str, machine: Start) -> None:
     double = machine().double
-    given, (index, weight) = words(ROWS["another alpha"], 512, 96, "e4m3fn"), routing()
-    tensors = dict(zip(QuantizedExperts.tensor_names(), list(vars(given).values())[:4], strict=True))
+    given, (index, weight) = words(ROWS[row], 512, 96, "e4m3fn"), routing()
+    names = QuantizedExperts.tensor_names(given.gate.gated)
+    tensors = dict(zip(names, list(vars(given).values())[:4], strict=True))
     layouts = {"gate_up_proj": given.gate_up_layout, "down_proj": given.down_layout}
-    original = tiny_model("mixtral", num_hidden_layers=1).model.layers[0].mlp.experts
+    family = tiny_model("mixtral" if given.gate.gated else "nemotron_h")
+    original = next(module for name, module in family.named_modules() if name.endswith(".experts"))
     block = QuantizedExperts(original, "experts", NeuronMoEConfig(backend="torch"), layouts, tensors).eval()
     block.neuron_gate = given.gate
     model, x = torch.nn.ModuleDict({"experts": block}), normal(T, 512, dtype=torch.bfloat16)
-    with refused(ConfigError, "backend", r"1 of 1; experts: the kernels' Swish has alpha 1\.702"):
+    with refused(ConfigError, "backend", f"1 of 1; experts: {reason}"):
         set_backend(model, "neuron")
     with torch.no_grad():
         expected = block(x, index, weight)
         reasons = set_backend(model, "neuron", fallback="torch")
-        assert "the block's is 1.5" in str(reasons["experts"])
+        assert re.search(reason, str(reasons["experts"]))
         with pytest.warns(NeuronMoEWarning, match="computed by PyTorch"):
             assert torch.equal(block(x, index, weight), expected)
     assert not double.launches
