@@ -34,6 +34,7 @@ from hf_neuron_moe.explore.run import Options, explore
 from hf_neuron_moe.explore.state import identity_of, load_state
 from hf_neuron_moe.precision_map import read_recipe
 from tests.explore.models import TEXT, checkpoint
+from tests.tiny_models import tiny_model
 
 SMALL = Options(tokens=256, length=64, verify=2)
 
@@ -237,8 +238,13 @@ def test_blocks_have_short_names_in_pictures(names, expected):
     assert short_blocks(names) == expected
 
 
-def test_a_plan_names_single_products_that_convert_stores(tmp_path):
-    folder = checkpoint(tmp_path / "mixtral", "mixtral")
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
+def test_a_plan_names_single_products_that_convert_stores(family, tmp_path):
+    folder, products = checkpoint(tmp_path / "mixtral", "mixtral"), {"gate_up": "gate_up_proj", "down": "down_proj"}
+    if family == "nemotron_h":
+        tiny_model(family, vocab_size=300).bfloat16().save_pretrained(folder)
+        products["gate_up"] = "up_proj"
     options = replace(SMALL, formats=("mxfp8", "mxfp4"), device="b200")
     result = explore(folder, TEXT, options)
     assert result.convert_plan is not None and set(result.uniform) == {"bf16", "mxfp8", "mxfp4"}
@@ -255,9 +261,9 @@ def test_a_plan_names_single_products_that_convert_stores(tmp_path):
     manifest = convert_checkpoint(folder, tmp_path / "dst", ConvertOptions(recipe, pad=True))
     for block, kind in found.precisions.items():
         form, _, product = kind.partition(" ")
-        for name in ("gate_up", "down"):
+        for name, stored in products.items():
             own = form if product in ("", name) else "mxfp8"
-            layouts = {tensor.layout for tensor in manifest.tensors if tensor.weight == f"{block}.{name}_proj"}
+            layouts = {tensor.layout for tensor in manifest.tensors if tensor.weight == f"{block}.{stored}"}
             assert layouts == {f"{own}_moe_words", f"{own}_moe_scales"}
     on_trn3 = running._judged(folder, TEXT, replace(options, budget=limit, device="trn3"), result.measures).convert_plan
     assert not any(name.endswith("_proj") for name in on_trn3.recipe)  # whose kernels take one format

@@ -110,6 +110,10 @@ def test_costs_of_products_are_those_of_their_weights() -> None:
     eight, four = 33, 17  # bytes of 32 values and their scale
     assert found["mxfp4 gate_up"] == pytest.approx(2 * four + eight)
     assert found["mxfp4 down"] == pytest.approx(2 * eight + four)
+    experts.halves = 1  # up alone
+    rows = costs_of(measures.blocks, 10, "b200", 4096, ("mxfp8", *MXFP4_PRODUCTS))
+    found = {kind: 32 * cost.bytes / (4 * 64 * 96) for kind, cost in rows["model.layers.1.mlp"].items()}
+    assert found == {"mxfp8": pytest.approx(2 * eight), **dict.fromkeys(MXFP4_PRODUCTS, pytest.approx(four + eight))}
 
 
 def test_a_first_order_counts_as_far_as_it_is_certain() -> None:
