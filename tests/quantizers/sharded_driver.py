@@ -80,6 +80,7 @@ MX = {"precision": "mxfp8"}
 WIDE = {"intermediate_size": 1024}  # a part of 512, whose groups are those of the whole
 DEALT = {**KERNEL, "ep_degree": 2}
 SHARED = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+UNGATED = {"layers_block_type": ["moe", "attention"], "num_hidden_layers": 2, "moe_intermediate_size": 512}
 CELLS = (
     *(Cell("mixtral", KERNEL, layout) for layout in (TP, FSDP, EP, EP_TP)),
     Cell("mixtral", FUSED, TP),
@@ -101,6 +102,7 @@ CELLS = (
     Cell("mixtral", MX, EP),
     Cell("mixtral", MX, EP_TP),
     Cell("gpt_oss", {**MX, "purpose": "inference", "pad": True}, EP),
+    Cell("nemotron_h", {**MX, "ep_degree": 2}, EP, changes=UNGATED),
     Cell("mixtral", {**MX, "tp_degree": 2}, TP, changes=WIDE),
     Cell("llama", {**MX, "tp_degree": 2}, TP, changes=WIDE),
     Cell("llama", {**MX, "layout": "fused", "tp_degree": 2}, TP, changes=WIDE),

@@ -31,6 +31,7 @@ from tests.tiny_models import tiny_config
 pytest.importorskip("transformers.distributed.sharding_utils", reason="this transformers cannot shard while loading")
 from tests.quantizers.sharded_driver import CELLS, CELLS_OF_FOUR, SIZES, Cell
 
+pytestmark = pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 LIMIT = 2e-6
 """Relative, of fp32 losses and gradients: sums in another order."""
 MX_LIMIT = 5e-3
@@ -155,7 +156,6 @@ SINGLE: list[tuple[str, dict[str, Any]]] = [
 FAST = [SINGLE[3], SINGLE[4], SINGLE[7], SINGLE[9]]
 
 
-@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(
     ("family", "options"),
     [pytest.param(*each, marks=[pytest.mark.slow] * (each not in FAST)) for each in SINGLE],
@@ -187,13 +187,21 @@ def test_any_slice_of_a_stock_weight_is_read_from_any_conversion(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"layout": "kernel", "tp_degree": 2}, {"layout": "fused", "ep_degree": 2}, {"precision": "mxfp8", "ep_degree": 4}],
+    ("family", "options"),
+    [
+        ("mixtral", {"layout": "kernel", "tp_degree": 2}),
+        ("mixtral", {"layout": "fused", "ep_degree": 2}),
+        ("mixtral", {"precision": "mxfp8", "ep_degree": 4}),
+        ("nemotron_h", {"precision": "mxfp8", "ep_degree": 2}),
+    ],
     ids=str,
 )
-def test_parts_of_ranks_are_put_together_in_one_process(converted: Converted, options: dict[str, Any]) -> None:
-    whole = load(converted("mixtral", **{name: value for name, value in options.items() if "degree" not in name}))
-    model = load(converted("mixtral", **options))
+def test_parts_of_ranks_are_put_together_in_one_process(
+    converted: Converted, family: str, options: dict[str, Any]
+) -> None:
+    whole = load(converted(family, **{name: value for name, value in options.items() if "degree" not in name}))
+    model, report = AutoModelForCausalLM.from_pretrained(converted(family, **options), output_loading_info=True)
+    assert not any(report.values()), report
     for (name, mine), (other, theirs) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
         assert name == other and torch.equal(mine, theirs), name
     assert str(model) == str(whole)
