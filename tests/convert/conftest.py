@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.tiny_models import tiny_config
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -57,6 +59,8 @@ def family_config(family: str) -> PretrainedConfig:
             return OlmoeConfig(**SIZES, num_experts=4)
         case "granitemoe":
             return GraniteMoeConfig(**SIZES, num_local_experts=4)
+        case "nemotron_h":  # experts without a gate
+            return tiny_config("nemotron_h", hidden_size=64, moe_intermediate_size=32, vocab_size=128)
     raise KeyError(family)
 
 

@@ -30,7 +30,8 @@ from tests.refusals import refused
         ConvertOptions("mxfp4", "kernel", pad=True),
     ],
 )
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "nemotron_h"])
 def test_bytes_are_exact_file_by_file(family, options, checkpoint, tmp_path):
     source = checkpoint(family)
     estimate = estimate_conversion(source, tmp_path / "dst", options)
