@@ -25,8 +25,9 @@ class ConvertOptions:
     precision: Any = "bf16"
     """``"bf16"``; ``"mxfp8"``, e4m3 codes with one scale byte per 32 values of the contraction axis; or ``"mxfp4"``,
     e2m1 codes likewise, which only the inference kernels of experts take. A mapping gives blocks their own, by glob
-    over module names, as in :class:`hf_neuron_moe.NeuronMoEConfig`. Here a glob that ends in ``.gate_up_proj`` or
-    ``.down_proj`` gives one product of experts ``"mxfp8"`` beside the other's ``"mxfp4"``, or the other way round."""
+    over module names, as in :class:`hf_neuron_moe.NeuronMoEConfig`. Here a glob that ends in ``.gate_up_proj``,
+    ``.up_proj`` or ``.down_proj`` gives one product of experts ``"mxfp8"`` beside the other's ``"mxfp4"``, or the other
+    way round."""
     layout: str = "kernel"  # ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'
     max_shard_bytes: int = 5_000_000_000
     """A shard is closed before it would grow beyond this; a larger weight gets its own."""
