@@ -187,7 +187,6 @@ def no_codes(candidate: Candidate) -> str | None:
     if roles is None:
         return None
     has = {
-        "biases": roles.biased,
         "layers in classes of their own": roles.roots != roles.linears,
         "layers in front of it": roles.before,
         "dropout after it": roles.after,

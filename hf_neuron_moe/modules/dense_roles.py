@@ -57,6 +57,11 @@ class DenseRoles:
         return tuple(name.partition(".")[0] for name in self.linears)
 
     @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the biases' parameters, in the order of the layers."""
+        return tuple(f"{name}.bias" for name in self.linears if name in self.biased)
+
+    @property
     def gate_first(self) -> bool:
         """Whether gate rows come before up rows, as in the kernels' fused weight."""
         return not self.up_first and not self.interleaved

@@ -28,6 +28,7 @@ from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, rea
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import halves_together
+from hf_neuron_moe.modules.swiglu_mlp import three_biases
 
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
 
@@ -42,8 +43,8 @@ class QuantizedBlock(NeuronBlock):
     `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
     activations. `layouts` say by role how codes are stored. `tensors` are codes and scales by :meth:`tensor_names`, and
     biases in their original form where there are any. They are on the meta device until they are loaded; then biases
-    have gate's values first, whatever the original's order. `roles` are those of a dense MLP's attributes, None for
-    experts.
+    of experts have gate's values first, whatever the original's order. `roles` are those of a dense MLP's attributes,
+    None for experts.
     """
 
     weight_suffix = ""
@@ -62,14 +63,13 @@ class QuantizedBlock(NeuronBlock):
         self.neuron_layouts = dict(layouts)
         self.neuron_fallbacks_warned: set[str] = set()
         parts = read_experts(original) if roles is None else roles
-        self.neuron_form = parts if isinstance(parts, ExpertsForm) else None
+        self.neuron_form, self.neuron_roles = (parts if isinstance(parts, ExpertsForm) else None), roles
         self.neuron_activation_name = parts.activation
         self._remember_activation(parts.activation, parts.gate)
         for replaced in parts.parameters if isinstance(parts, ExpertsForm) else parts.linears:
             self._parameters.pop(replaced, None)
             self._modules.pop(replaced.partition(".")[0], None)  # whose own code expects its parameters
-        biases = () if self.neuron_form is None else self.neuron_form.biases
-        for key in (*self.tensor_names(parts.gate.gated), *biases):
+        for key in (*self.tensor_names(parts.gate.gated), *parts.biases):
             self._hold(key, tensors[key])
 
     @property
@@ -115,7 +115,8 @@ class QuantizedBlock(NeuronBlock):
         """Return the biases as the original holds them, without zeros, by its parameters' names."""
         form = self.neuron_form
         if form is None or not form.biased:
-            return {}
+            names = () if self.neuron_roles is None else self.neuron_roles.biases
+            return {name: self.get_buffer(name).clone() for name in names}
         gate_up, down = map(self.get_buffer, form.biases)
         halves = gate_up.unflatten(-1, (form.gate.halves, -1))
         halves = (from_groups(halves, min(halves.shape[-1], TILE)) if self.permuted else halves)[..., :inner]
@@ -137,7 +138,20 @@ class QuantizedBlock(NeuronBlock):
             gate_up, gate_up_scales = gate_up[: len(down)], gate_up_scales[: len(down)]
         layouts, biases = self.neuron_layouts, () if form is None else map(self.get_buffer, form.biases)
         codes = (gate_up, gate_up_scales, down, down_scales)
-        return MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], self.neuron_gate, *biases)
+        stack = MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], self.neuron_gate, *biases)
+        roles = self.neuron_roles
+        return stack if roles is None or not roles.biased else self._with_biases(stack, roles)
+
+    def _with_biases(self, stack: MXExpertStack, roles: DenseRoles) -> MXExpertStack:
+        """Return a dense MLP's network with its biases, zeros where the conversion added some to the weights."""
+        own = [self.get_buffer(f"{name}.bias") if name in roles.biased else None for name in roles.linears]
+        *halves, down_H = three_biases(roles, own)
+        known, gate_up_2I = next((half_I for half_I in halves if half_I is not None), None), None
+        if known is not None:
+            both = (torch.zeros_like(known) if half_I is None else half_I for half_I in halves)
+            gate_up_2I = torch.cat([F.pad(half_I, (0, stack.inner - len(half_I))) for half_I in both])
+        down_H = None if down_H is None else F.pad(down_H, (0, stack.hidden - len(down_H)))
+        return replace(stack, gate_up_bias=gate_up_2I, down_bias=down_H)
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
         self._check_activation(self.neuron_activation_name)

@@ -135,7 +135,8 @@ def _stand_in(
         expected = "permuted both or neither"
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
     held, experts = local_codes(candidate, tensors, engine)
-    for name in () if form is None else form.biases:
+    parts = form or candidate.roles
+    for name in () if parts is None else parts.biases:
         held[name] = torch.empty_like(candidate.module.get_parameter(name), device="meta")
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)
     if candidate.roles is None:

@@ -127,6 +127,9 @@ def _reasons(
         fix, expected = WHOLE, f"1 for codes of {name}, loaded whole"
     yield parts != wanted, ("tp_degree", expected), parts, fix
     if form is None:
+        biased = candidate.roles is not None and bool(candidate.roles.biased)
+        fix = "Load the original checkpoint and patch it, or use fsdp_size."
+        yield biased and wanted > 1, ("distributed_config", f"{name} without biases"), "an MLP with biases", fix
         return
     experts = any_tensor.experts
     sizes = ", ".join(str(size) for size in range(2, experts + 1) if experts % size == 0)

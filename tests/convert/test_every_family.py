@@ -126,7 +126,9 @@ HRM = {
     "head_dim": 8,
     "vocab_size": 64,
 }
+SEED_OSS = {**HRM, "num_hidden_layers": 2, "residual_dropout": 0.1, "pad_token_id": 0}
 HEADS: dict[str, Any] = {
+    "seed_oss": AutoModelForCausalLM,
     "dinov2": AutoModel,
     "hrm_text": AutoModelForCausalLM,
     "muse_spark": AutoModel,
@@ -135,6 +137,7 @@ HEADS: dict[str, Any] = {
 }
 """What opens a family that is no causal language model, or whose tiny configuration is here."""
 CONFIGS: dict[str, Any] = {
+    "seed_oss": lambda: AutoConfig.for_model("seed_oss", **SEED_OSS),
     "dinov2": lambda: Dinov2Config(**DINO),
     "hrm_text": lambda: AutoConfig.for_model("hrm_text", **HRM),
     "muse_spark": lambda: AutoConfig.for_model("muse_spark_text", **MUSE_SPARK),
@@ -337,8 +340,8 @@ def test_what_is_copied_has_to_fit_the_model(
 
 
 def test_what_has_no_codes_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    source = made("llama_biased", tmp_path / "source")
-    with refused(ConversionError, "precision", r"with biases.*\. Use --precision bf16\.$"):
+    source = made("seed_oss", tmp_path / "source")
+    with refused(ConversionError, "precision", r"with dropout after it.*\. Use --precision bf16\.$"):
         convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8"))
     first, second = "model.layers.0.m*", r"model\.layers\.1\.mlp: "
     with refused(ConversionError, "precision", second):
@@ -358,7 +361,11 @@ def test_globs_are_offered_where_they_leave_a_block_in_mx(family: str, precision
     candidates = discover(tiny_model(family))
     first = next(each for each in candidates if each.roles is not None)
     assert first.roles is not None
-    biased = replace(first, roles=replace(first.roles, biased=first.roles.linears))
-    given = [biased if each is first else each for each in candidates]
-    with nullcontext() if fix is None else refused(ConversionError, "precision", f"with biases. Use --precision {fix}"):
+    dropping = replace(first, roles=replace(first.roles, after=("dropout",)))
+    given = [dropping if each is first else each for each in candidates]
+    with (
+        nullcontext()
+        if fix is None
+        else refused(ConversionError, "precision", f"with dropout after it. Use --precision {fix}")
+    ):
         public("convert")(_check_mx)(ConvertOptions(precision), given)

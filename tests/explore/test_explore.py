@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.cli.main import main
@@ -33,6 +33,7 @@ from hf_neuron_moe.explore.precision_plan import MXFP4_PRODUCTS, as_yaml, costs_
 from hf_neuron_moe.explore.run import Options, explore
 from hf_neuron_moe.explore.state import identity_of, load_state
 from hf_neuron_moe.precision_map import read_recipe
+from tests.convert.test_every_family import SEED_OSS
 from tests.explore.models import TEXT, checkpoint
 from tests.tiny_models import tiny_model
 
@@ -270,14 +271,12 @@ def test_a_plan_names_single_products_that_convert_stores(family, tmp_path):
 
 
 def test_a_conversion_s_plan_leaves_what_it_cannot_store_in_bf16(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
-    shutil.copytree(checkpoint(tmp_path / "plain"), tmp_path / "biased")
-    LlamaForCausalLM(LlamaConfig(mlp_bias=True, **sizes, **heads)).bfloat16().save_pretrained(tmp_path / "biased")
-    result = explore(tmp_path / "biased", TEXT, replace(SMALL, formats=("mxfp8", "mxfp4"), budget="100%"))
+    config = AutoConfig.for_model("seed_oss", **SEED_OSS | {"vocab_size": 300})  # with dropout behind its MLPs
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(checkpoint(tmp_path / "dropout"))
+    result = explore(tmp_path / "dropout", TEXT, replace(SMALL, formats=("mxfp8", "mxfp4"), budget="100%"))
     assert result.plan.recipe == {"*": "mxfp8"} and {"bf16", "mxfp8"} <= set(result.uniform)
     assert result.convert_plan is not None and result.convert_plan.recipe == {"*": "bf16"}
-    convert_checkpoint(tmp_path / "biased", tmp_path / "dst", ConvertOptions(result.convert_plan.recipe, pad=True))
+    convert_checkpoint(tmp_path / "dropout", tmp_path / "dst", ConvertOptions(result.convert_plan.recipe, pad=True))
 
 
 def test_an_expert_without_tokens_is_not_the_reason(tmp_path):

@@ -105,6 +105,7 @@ CELLS = (
     Cell("nemotron_h", {**MX, "ep_degree": 2}, EP, changes=UNGATED),
     Cell("mixtral", {**MX, "tp_degree": 2}, TP, changes=WIDE),
     Cell("llama", {**MX, "tp_degree": 2}, TP, changes=WIDE),
+    Cell("llama_biased", MX, FSDP),
     Cell("llama", {**MX, "layout": "fused", "tp_degree": 2}, TP, changes=WIDE),
 )
 CELLS_OF_FOUR = (

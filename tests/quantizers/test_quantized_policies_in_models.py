@@ -19,6 +19,7 @@ from tests.tiny_models import tokens
         ("llama", SIZES, {"precision": "mxfp8", "layout": "fused"}),
         ("qwen2_moe", SIZES, {"precision": "mxfp8", "layout": "fused"}),
         ("llama", UNEVEN, {"precision": "mxfp8", "layout": "kernel"}),
+        ("llama_biased", SIZES, {"precision": "mxfp8", "layout": "kernel"}),
         ("mixtral", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
         ("nemotron_h", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
     ],

@@ -229,6 +229,7 @@ CODES: list[tuple[str, dict[str, Any], dict[str, int], str, str]] = [
     ("mixtral", {}, {"fsdp_size": 3, "ep_size": 3}, "ep_size", "divides them .2, 4"),
     ("gpt_oss", {"tp_degree": 2}, {"tp_size": 2}, "distributed_config", "without biases"),
     ("llama4", {}, {"fsdp_size": 2, "ep_size": 2}, "distributed_config", "ids and weights"),
+    ("llama_biased", {"tp_degree": 2}, {"tp_size": 2}, "distributed_config", "an MLP with biases"),
 ]
 
 

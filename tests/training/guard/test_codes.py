@@ -69,6 +69,7 @@ class Replaying(Watch):
         ("llama", SIZES, {"precision": "mxfp8", "layout": "fused"}),
         ("llama", UNEVEN, {"precision": "mxfp8", "layout": "kernel"}),
         ("qwen2_moe", SIZES, {"precision": "mxfp8", "layout": "fused"}),
+        ("llama_biased", UNEVEN, {"precision": "mxfp8", "layout": "kernel", "pad": True}),
         ("gpt_oss", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
         ("mixtral", WORDS, {"precision": "mxfp4", "layout": "kernel"}),
         ("nemotron_h", WORDS, {"precision": "mxfp8", "layout": "kernel", "purpose": "inference"}),
