@@ -78,7 +78,9 @@ class QuantizedBlock(NeuronBlock):
         experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
         sizes = (stack.hidden, stack.inner, self.neuron_top_k)
         config, gate = self.neuron_config, self.neuron_gate
-        return SavedBlock("bf16", *sizes, config.backend, quantized=True, experts=experts, gate=gate)
+        joined = () if self.neuron_roles is None else (stack.gate_up_bias, stack.down_bias)
+        copied = sum(bias.nbytes for bias in joined if bias is not None)
+        return SavedBlock("bf16", *sizes, config.backend, quantized=True, experts=experts, gate=gate, copied=copied)
 
     @classmethod
     def tensor_names(cls, gated: bool = True) -> tuple[str, str, str, str]:
