@@ -83,7 +83,7 @@ def test_single_products_are_chosen_where_they_are_the_fewest_bytes(seed: int) -
     damages = [{kind: draw.randint(1, 2500) / 4096 for kind in kinds[1:]} for _ in range(4)]
     measures = measured(damages)
     for block in measures.blocks.values():
-        block.kind, block.experts = "experts", 4
+        block.kind, block.experts, block.halves = "experts", 4, draw.choice((1, 2))
     costs = costs_of(measures.blocks, 10, "b200", 4096, kinds)
     plan = make_plan(measures, costs, 1.0, "b200", 4096, frozen=True)
     best = min(
@@ -95,7 +95,8 @@ def test_single_products_are_chosen_where_they_are_the_fewest_bytes(seed: int) -
     assert set(plan.uniform) == {"bf16", "mxfp8", "mxfp4"}
     asked = ConvertOptions(plan.recipe)  # what convert takes, and each weight has what was chosen
     for block, kind in plan.precisions.items():
-        own = [asked.of(f"{block}.{name}_proj").precision for name in ("gate_up", "down")]
+        first = "gate_up" if measures.blocks[block].halves == 2 else "up"
+        own = [asked.of(f"{block}.{name}_proj").precision for name in (first, "down")]
         form, _, product = kind.partition(" ")
         assert own == [form if product in ("", name) else "mxfp8" for name in ("gate_up", "down")]
 
