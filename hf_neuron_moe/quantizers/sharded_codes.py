@@ -129,7 +129,8 @@ def _reasons(
     if form is None:
         biased = candidate.roles is not None and bool(candidate.roles.biased)
         fix = "Load the original checkpoint and patch it, or use fsdp_size."
-        yield biased and wanted > 1, ("distributed_config", f"{name} without biases"), "an MLP with biases", fix
+        expected, got = f"one without tp_size for codes of {name}", "an MLP with biases, which each rank would add"
+        yield biased and wanted > 1, ("distributed_config", expected), got, fix
         return
     experts = any_tensor.experts
     sizes = ", ".join(str(size) for size in range(2, experts + 1) if experts % size == 0)
