@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.structure import attribute_of
+from hf_neuron_moe.modules.structure import attribute_of, has_call_hooks
 
 MODULE = "a module"
 """What stands for an attribute that is a module, where only its presence matters."""
@@ -30,6 +30,7 @@ class DenseRoles:
     down: str  # name of the linear layer after the product
     activation: str | None  # name of the activation's attribute; None where forward calls the function itself
     half_size: str | int | None = None  # attribute or number that a fused projection is split by; None for its middle
+    input_sizes: tuple[str, ...] = ()  # attributes that the forward takes for the number of its input's features
     extra_arguments: bool = False  # whether forward takes arguments that it does not use
     inert: tuple[str, ...] = ()  # names of attributes that change nothing while they are as they are: a dropout of 0
     gate: Gate = SWIGLU
@@ -111,17 +112,29 @@ class DenseRoles:
 def constant_of(module: nn.Module, path: str) -> Any:
     """Return the plain value at a dotted `path` of attributes of `module`, :data:`MODULE` for a module.
 
+    Of a path with ``()`` at its end, return what a call of the attribute runs: see :func:`code_of`.
+
     Raises:
         AttributeError: there is none, or it is neither a plain value nor a module.
     """
-    first, *rest = path.split(".")
+    first, *rest = path.removesuffix("()").split(".")
     if first in ("training", ""):
         raise AttributeError(path)
     holder: Any = module
     for name in (first, *rest):
         holder = attribute_of(holder, name) if isinstance(holder, nn.Module) else getattr(holder, name)
+    if path.endswith("()"):
+        return code_of(holder)
     if isinstance(holder, nn.Module):
         return MODULE
     if type(holder) not in _SCALARS:
         raise AttributeError(f"{path} is no plain value")
     return holder
+
+
+def code_of(called: object) -> Any:
+    """Return what decides how `called` computes: a function itself, a module's class; else words that say why not."""
+    if not isinstance(called, nn.Module):
+        return called
+    changed = has_call_hooks(called) or "forward" in called.__dict__
+    return f"a {type(called).__name__} with hooks or a forward of its own" if changed else type(called)

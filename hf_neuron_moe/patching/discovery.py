@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
-from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.dense_roles import DenseRoles, constant_of
 from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, stock_class
 from hf_neuron_moe.modules.experts_calls import SHARED, known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts, reasons_against_cut
@@ -39,7 +39,7 @@ from hf_neuron_moe.modules.structure import (
 from hf_neuron_moe.patching.experts_probe import probe_experts
 from hf_neuron_moe.patching.formula import dense_roles
 from hf_neuron_moe.patching.probe import probe_dense
-from hf_neuron_moe.patching.source_reader import multiplies_branches
+from hf_neuron_moe.patching.source_functions import multiplies_branches
 from hf_neuron_moe.patching.source_values import NotSwiGLU
 
 MLP, EXPERTS = "mlp", "experts"
@@ -183,8 +183,8 @@ def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(param.shape) for param in held if param is not None and param.dim() == 2]
 
 
-def _has_gate(kind: str, module: nn.Module) -> bool:
-    """Whether `module` may be gated: not without a product of two branches of the input.
+def _has_gate(kind: str, module: nn.Module, unread: bool = False) -> bool:
+    """Whether `module` may be gated: not without a product of two branches of the input, or code that is `unread`.
 
     Nor if it holds two matrices, one for the other's result as it is. A fused gate and up projection has twice the rows
     that the projection after it has columns.
@@ -199,21 +199,21 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
         (first_out, first_in), (second_out, second_in) = matrices
         if first_out == second_in and second_out != 2 * first_in:
             return False
-    return multiplies_branches(type(module).forward)
+    return unread or multiplies_branches(type(module).forward)
 
 
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     sharded = any(map(is_sharded, module.parameters())) or installed(module) is not None
-    base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module), sharded=sharded)
-    if kind == MLP and not base.gated:
-        none = "its forward multiplies no two branches before a projection"
-        row = "two projections in a row" if len(_matrices(module)) == 2 else none
-        return replace(base, reason=f"it has no gate: {row}")
+    base = Candidate(names[0], tuple(names[1:]), kind, module, sharded=sharded)
     if kind == EXPERTS:
-        return _judge_experts(replace(base, sizes=_expert_sizes(module)))
+        return _judge_experts(replace(base, gated=_has_gate(kind, module), sizes=_expert_sizes(module)))
     try:
         roles = dense_roles(type(module).forward, module)
     except NotSwiGLU as answer:
+        if not _has_gate(kind, module, answer.unread):
+            none = "its forward multiplies no two branches before a projection"
+            row = "two projections in a row" if len(_matrices(module)) == 2 else none
+            return replace(base, gated=False, reason=f"it has no gate: {row}")
         # What a reader looks for first: a wrapped module explains more than the source does.
         return replace(base, reason=next(chain(_instance_reasons(module), [str(answer)])))
     reason = next(
@@ -273,13 +273,23 @@ def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Ite
         if bias.shape != wanted:
             yield f"{name}.bias has shape {tuple(bias.shape)}, with its weight it would be {tuple(wanted)}"
     size = roles.half_size
-    if isinstance(size, str) and getattr(module, size, None) != I:
-        yield f"its forward splits by {size}={getattr(module, size, None)!r}, not in halves of {I}"
+    if isinstance(size, str) and (found := _size_at(module, size)) != I:
+        yield f"its forward splits by {size}={found!r}, not in halves of {I}"
     if isinstance(size, int) and size != I:
         yield f"its forward splits by {size}, not in halves of {I}"
+    for size in roles.input_sizes:
+        if (found := _size_at(module, size)) != H:
+            yield f"its forward takes {size}={found!r} for the number of its input's features, which is {H}"
     yield from _dtype_reasons(module)
     if (difference := probe_dense(module, roles)) is not None:
         yield difference
+
+
+def _size_at(module: nn.Module, path: str) -> Any:
+    try:
+        return constant_of(module, path)
+    except AttributeError:
+        return None
 
 
 def _judge_experts(base: Candidate) -> Candidate:

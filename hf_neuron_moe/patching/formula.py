@@ -29,30 +29,43 @@ def dense_roles(forward: Callable[..., Any], module: nn.Module | None = None) ->
     Without a module no attribute has a value, and an activation that the instance holds counts as SiLU.
     """
     result, reader = read_forward(forward, module)
+    notes = reader.notes
     matcher = _Matcher(module)
-    roles = matcher.match(result)
-    if len(reader.half_sizes) > 1:
-        raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(map(str, reader.half_sizes)))}")
-    constants = dict(reader.constants.read)
+    try:
+        roles = matcher.match(result)
+    except NotSwiGLU as answer:
+        reasons = [str(answer), *notes.unread.values()]
+        inside = bare(result)[0] != "product" and "'product'" in str(result)
+        raise NotSwiGLU("; ".join(reasons), unread=inside or (bool(notes.unread) and _halves(module))) from answer
+    if len(notes.half_sizes) > 1:
+        raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(map(str, notes.half_sizes)))}")
+    constants = dict(notes.read)
     paths = {}
     for name in roles.linears:
         paths[name], held = _layer_path(name, module)
         constants |= held
-    fixed = tuple((name, reader.places[name], reader.defaults[name]) for name in sorted(reader.fixed))
+    fixed = tuple((name, reader.places[name], reader.defaults[name]) for name in sorted(notes.fixed))
     inputs, down = tuple(paths[name] for name in roles.inputs), paths[roles.down]
     return replace(
         roles,
         inputs=inputs,
         down=down,
         biased=tuple(name for name in (*inputs, down) if _has_bias(module, name)),
-        half_size=next(iter(reader.half_sizes), None),
+        half_size=next(iter(notes.half_sizes), None),
+        input_sizes=tuple(sorted(notes.input_sizes)),
         extra_arguments=reader.extra_arguments,
-        rank=reader.rank,
-        overwrites=reader.overwrites,
+        rank=notes.rank,
+        overwrites=notes.overwrites,
         inert=tuple(sorted(matcher.inert)),
         constants=tuple(sorted(constants.items())),
         fixed_arguments=fixed,
     )
+
+
+def _halves(module: nn.Module | None) -> bool:
+    """Whether a layer of `module` reads half as many features as one returns, so that what is between may be a gate."""
+    layers = [] if module is None else [layer for layer in module.children() if isinstance(layer, nn.Linear)]
+    return any(first.out_features == 2 * second.in_features for first in layers for second in layers)
 
 
 def _layer_path(name: str, module: nn.Module | None) -> tuple[str, dict[str, Any]]:
@@ -66,7 +79,7 @@ def _layer_path(name: str, module: nn.Module | None) -> tuple[str, dict[str, Any
         return name, {}
     match result:
         case ("part", str() as inner, ("input",)) if isinstance(child._modules.get(inner), nn.Linear):
-            return f"{name}.{inner}", {f"{name}.{path}": value for path, value in reader.constants.read.items()}
+            return f"{name}.{inner}", {f"{name}.{path}": value for path, value in reader.notes.read.items()}
     return name, {}
 
 

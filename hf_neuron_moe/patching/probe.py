@@ -45,8 +45,8 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     """Return why `module`'s forward disagrees with the operator, or None.
 
     Rows of the input meet every limit on both sides, and large negative gates; gate and up differ in magnitude, biases
-    are of size 1. With limits, biases or changes in place all gradients are compared too. Forwards
-    get a batch axis, which some of them want.
+    are of size 1. With limits, biases or changes in place all gradients are compared too. Forwards get a batch axis of
+    two, which some of them want, and along which others could mix rows.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     inner = roles.half_size if isinstance(roles.half_size, int) else I
@@ -58,11 +58,11 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     module_of = functools.partial(_dense_stand_in, module, roles, (gate_IH, up_IH, down_HI), tuple(biases))
 
     def stock(training: bool) -> Tensor:
-        return type(module).forward(module_of(training), x_TH.unsqueeze(0)).squeeze(0)
+        return type(module).forward(module_of(training), x_TH.unflatten(0, (2, -1)))
 
     def operator() -> Tensor:
         options: dict[str, Any] = {"precision": "fp32", "backend": "torch", "gate": roles.gate, "biases": tuple(biases)}
-        return ops.swiglu_mlp(x_TH, gate_IH, up_IH, down_HI, **options)
+        return ops.swiglu_mlp(x_TH, gate_IH, up_IH, down_HI, **options).unflatten(0, (2, -1))
 
     gradients = roles.gate.clamped or bool(roles.biased) or roles.overwrites
     return _compare(functools.partial(stock, False), operator, roles.gate, (x_TH, *learned) if gradients else ()) or (
@@ -114,22 +114,23 @@ def _dense_stand_in(
     dropouts = {name: nn.Identity() for name in roles.after if name in module._modules}
     shell = stand_in(module, children={**children, **dropouts}, parameters=factors)
     shell.__dict__.update(numbers)
-    if isinstance(roles.half_size, str):
-        _set_size(shell, roles.half_size)
+    for path, size in (*dict.fromkeys(roles.input_sizes, H).items(), (roles.half_size, I)):
+        if isinstance(path, str):
+            _set_size(shell, path, size)
     for part in shell.modules():
         part.training = training
     return shell
 
 
-def _set_size(shell: nn.Module, path: str) -> None:
-    """Make a stand-in's attribute the probe's I; an object on the way to it is copied before."""
+def _set_size(shell: nn.Module, path: str, size: int) -> None:
+    """Make a stand-in's attribute the probe's size; an object on the way to it is copied before."""
     *way, name = path.split(".")
     holder: Any = shell
     for part in way:
         held = copy.copy(getattr(holder, part))
         holder.__dict__[part] = held
         holder = held
-    holder.__dict__[name] = I
+    holder.__dict__[name] = size
 
 
 def draw(generator: torch.Generator, *shape: int) -> Tensor:
@@ -173,13 +174,14 @@ def _compare(
             tensor.requires_grad_()
         try:
             expected = stock()
-            theirs = _gradients(expected, learned) if learned else ()
+            theirs = _gradients(expected.flatten(0, 1), learned) if learned else ()
         except OWN_FAILURES as error:
             return f"its forward does not run on a small example: {type(error).__name__}: {error}"
         actual = operator()
         if expected.shape != actual.shape:
             shapes = f"{tuple(expected.shape)}, the operator's {tuple(actual.shape)}"
             return f"on a small example its result has shape {shapes}"
+        expected, actual = expected.flatten(0, 1), actual.flatten(0, 1)
         pairs = list(zip(expected.split(T), actual.split(T)))
         if learned:
             pairs += zip(theirs, _gradients(actual, learned))

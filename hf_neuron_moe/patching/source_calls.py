@@ -5,36 +5,25 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from hf_neuron_moe.patching import source_halves as halves, source_shapes as shapes
 from hf_neuron_moe.patching.source_values import (
     NO_CONSTANT,
+    Arguments,
     Constants,
     Expression,
     NotSwiGLU,
+    Reading,
     bare,
     cast_kind,
     line,
     product,
 )
-
-Arguments = dict[str | None, ast.expr]
-
-
-class Reading(Protocol):
-    """What a call needs of the reader."""
-
-    constants: Constants
-
-    def evaluate(self, node: ast.expr) -> Expression: ...
-    def add(self, left: ast.expr, right: ast.expr) -> Expression | None: ...
-    def multiply(self, left: ast.expr, right: ast.expr) -> Expression: ...
-    def is_last(self, dim: ast.expr | None) -> bool: ...
-    def overwrite(self, value: Expression) -> None: ...
-    def is_half(self, size: ast.expr, whole: Expression) -> bool: ...
 
 
 def _number(read: Reading, node: ast.expr | None) -> Any:
@@ -96,60 +85,11 @@ def _clamp(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | No
     return value if low is None is high else ("clamp", value, low, high)
 
 
-def _chunk(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    last, count = read.is_last(given.pop("dim", None)), [read.constants.of(node) for node in given.values()]
-    return ("pair", "half", bare(read.evaluate(tensor))) if last and count == [2] else None
-
-
-def _split(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    """A split along the last dimension by one size, or by two equal ones, which the instance has to confirm."""
-    size = given.pop("size", None) or given.pop("split_size_or_sections", None) or given.pop("split_size", None)
-    both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
-    if size is None or given.keys() != {"dim"} or not read.is_last(given["dim"]):
-        return None
-    same, whole = len({ast.unparse(each) for each in both if each is not None}) == 1, bare(read.evaluate(tensor))
-    if not same or not all(each is not None and read.is_half(each, whole) for each in both):
-        return None
-    return ("pair", "half", whole)
-
-
-def _unflatten(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    sizes = given.get("sizes")
-    if read.constants.of(given.get("dim", ast.Constant(0))) != -1 or not isinstance(sizes, ast.Tuple | ast.List):
-        return None
-    return _grid(read, tensor, sizes.elts)
-
-
-def _view(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    """``z.view(*z.shape[:-1], 2, I)`` and the other order; leading sizes may be variables."""
-    *leading, first, second = given.values() if len(given) > 2 else (ast.Constant(0),) * 3
-    value, rank, known = read.evaluate(tensor), len(leading) + 1, read.constants.values
-    named = [known.get(each.id, ()) if isinstance(each, ast.Name) else () for each in leading]
-    sizes = all(found[:1] == ("size",) and found[1] is value for found in named)
-    ordered = sizes and [found[2] for found in named] == list(range(-rank, -1))
-    whole = [ast.unparse(each) for each in leading] == [f"*{ast.unparse(tensor)}.shape[:-1]"]
-    return _grid(read, tensor, [first, second]) if ordered or whole else None
-
-
-def _grid(read: Reading, tensor: ast.expr, sizes: list[ast.expr]) -> Expression | None:
-    if len(sizes) != 2:
-        return None
-    whole = bare(read.evaluate(tensor))
-    for kind, (two, rest) in (("half", (sizes[0], sizes[1])), ("stripe", (sizes[1], sizes[0]))):
-        if read.constants.of(two) == 2 and (read.constants.of(rest) == -1 or read.is_half(rest, whole)):
-            return ("grid", kind, whole)
-    return None
-
-
-def _unbind(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    value = bare(read.evaluate(tensor))
-    dimension = {"half": -2, "stripe": -1}.get(value[1]) if value[0] == "grid" else None
-    found = read.constants.of(given["dim"]) if given.keys() == {"dim"} else None
-    return ("pair", value[1], value[2]) if dimension is not None and found == dimension else None
-
-
 def _dropout(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
-    if given.keys() != {"p", "training"} or read.constants.path(given["training"]) != "training":
+    training = given.pop("training", None)
+    always = training is None or read.constants.of(training) is True
+    follows = training is not None and read.constants.path(training) == "training"
+    if given.keys() != {"p"} or not (follows or (always and read.guarded)):
         return None
     source: Any = read.constants.path(given["p"])
     if source is None:
@@ -251,12 +191,16 @@ CALLS: dict[Any, Meaning] = {
     torch.clip: Meaning(_clamp, "min", "max"),
     torch.clamp_max: Meaning(_clamp, "max"),
     torch.clamp_min: Meaning(_clamp, "min"),
-    torch.chunk: Meaning(_chunk, "chunks", "dim"),
-    torch.tensor_split: Meaning(_chunk, "indices_or_sections", "dim"),
-    torch.split: Meaning(_split, "size", "dim"),
-    torch.unflatten: Meaning(_unflatten, "dim", "sizes"),
-    torch.unbind: Meaning(_unbind, "dim"),
-    torch.Tensor.view: Meaning(_view, "*"),
+    torch.chunk: Meaning(halves.chunk, "chunks", "dim"),
+    torch.tensor_split: Meaning(halves.chunk, "indices_or_sections", "dim"),
+    torch.split: Meaning(halves.split, "size", "dim"),
+    torch.narrow: Meaning(halves.narrow, "dim", "start", "length"),
+    torch.select: Meaning(halves.select, "dim", "index"),
+    torch.unbind: Meaning(halves.unbind, "dim"),
+    torch.unflatten: Meaning(shapes.unflatten, "dim", "sizes"),
+    torch.flatten: Meaning(shapes.flatten, "start_dim", "end_dim"),
+    torch.reshape: Meaning(shapes.view, "*"),
+    torch.Tensor.view_as: Meaning(shapes.view_as, "other"),
     F.dropout: Meaning(_dropout, "p", "training"),
     F.linear: Meaning(_linear, "weight", "bias"),
     torch.matmul: Meaning(_matmul, "other"),
@@ -268,10 +212,13 @@ CALLS: dict[Any, Meaning] = {
 METHODS: dict[str, Any] = {
     **{name: getattr(torch, name) for name in ("sigmoid", "exp", "mul", "multiply", "add", "clamp", "clip")},
     **{name: getattr(torch, name) for name in ("clamp_max", "clamp_min", "chunk", "tensor_split", "split")},
-    **{name: getattr(torch, name) for name in ("unflatten", "unbind", "matmul")},
-    **dict.fromkeys(("view", "reshape"), torch.Tensor.view),
+    **{name: getattr(torch, name) for name in ("unflatten", "flatten", "unbind", "narrow", "select", "matmul")},
+    **dict.fromkeys(("view", "reshape"), torch.reshape),
+    **dict.fromkeys(("view_as", "reshape_as"), torch.Tensor.view_as),
     "contiguous": torch.Tensor.contiguous,
     "float": torch.Tensor.float,
     "to": torch.Tensor.to,
     "type": torch.Tensor.to,
 }
+MODULES = {nn.SiLU: F.silu, nn.GELU: F.gelu, nn.Sigmoid: torch.sigmoid}
+"""Classes of modules that source makes where it calls them, by what they compute."""

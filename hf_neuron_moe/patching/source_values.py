@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import copy
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -15,13 +17,21 @@ EXPECTED = "expected down_proj(act_fn(gate_proj(x)) * up_proj(x))"
 
 
 class NotSwiGLU(ValueError):  # noqa: N818 -- not an error of the program: the answer "no", with the reason
-    """The source is not a form this package knows; the message says what it met."""
+    """The source is not a form this package knows; the message says what it met.
+
+    With `unread` that was code which the forward calls and which may be the gate.
+    """
+
+    def __init__(self, message: str, *, unread: bool = False) -> None:
+        super().__init__(message)
+        self.unread = unread
 
 
 Expression = tuple[Any, ...]
 """What an expression of the source stands for:
 
 ("input",)                     the argument of forward
+("rows",)                      the same with its leading dimensions joined to one
 ("part", name, argument)       ``self.<name>(argument)``
 ("act", row, alpha, argument)  an activation that forward calls or spells out itself, by its row
 ("product", left, right)       ``left * right``
@@ -35,7 +45,8 @@ Expression = tuple[Any, ...]
 ("pair", kind, whole)          both halves or stripes, in order
 ("grid", kind, whole)          the last dimension unflattened to ``(2, I)`` (halves) or ``(I, 2)`` (stripes)
 ("weighted", name, argument)   times ``self.<name>``, a parameter of one number
-("size", whole, place)         its size along a dimension, counted from the end
+("size", whole, place)         its size along a dimension, counted from the end; ("rows of", whole) all but the last
+("shape", sizes...)            several sizes; ("leading", whole) is all but the last, ("number", n), ("path", name)
 ("half_size", whole)           half of its size along the last dimension
 ("overwritten",)               of a variable whose tensor another one's statement has changed
 ("dtype", kind)                that of a tensor, as the kind of a cast to it
@@ -43,7 +54,8 @@ Expression = tuple[Any, ...]
 """
 
 
-NO_TENSORS = ("dtype", "constant", "size", "half_size", "overwritten")
+INPUT, ROWS = ("input",), ("rows",)
+NO_TENSORS = ("dtype", "constant", "size", "rows of", "shape", "half_size", "overwritten")
 """Kinds of local variables that are no expression of the input."""
 
 
@@ -51,7 +63,8 @@ def cast_kind(value: Expression) -> str:
     """Return the kind of a cast to the dtype of `value`: the layers' if it is surely that."""
     while value[0] == "part":  # a linear layer's dtype is its input's, an activation's too
         value = value[2]
-    return "back" if value == ("input",) or (value[0] == "cast" and value[2] == "back") else "float"
+    same = value in (INPUT, ROWS) or (value[0] == "cast" and value[2] == "back")
+    return "back" if same else "float"
 
 
 def bare(value: Expression) -> Expression:
@@ -67,7 +80,35 @@ def storage(value: Expression, module: nn.Module | None) -> Expression:
         if value[0] == "part" and module is not None and type(module._modules.get(value[1])) is nn.Linear:
             break
         value = value[1] if value[0] in ("cast", "half", "stripe") else value[2]
-    return value
+    return INPUT if value == ROWS else value
+
+
+def is_joined(value: Expression) -> bool:
+    """Whether the leading dimensions of `value` are one, for any number of the input's.
+
+    Raises:
+        NotSwiGLU: it combines tensors of both kinds.
+    """
+    found = str(value)
+    joined = "('rows',)" in found
+    if joined and "('input',)" in found:
+        raise NotSwiGLU(f"its forward combines its input with one whose leading dimensions are joined, {EXPECTED}")
+    return joined
+
+
+def with_leading(value: Expression, leading: Expression) -> Expression:
+    """Return `value` computed from `leading`, :data:`INPUT` or :data:`ROWS`; every row of it stays the same.
+
+    Not of a module in front of the layers, which may mix rows: both layers then read a result of their own, see `same`.
+    """
+
+    def changed(part: Any) -> Any:
+        if part in (INPUT, ROWS):
+            return leading
+        return tuple(map(changed, part)) if isinstance(part, tuple) else part
+
+    found: Expression = value if is_joined(value) is (leading == ROWS) else changed(value)
+    return found
 
 
 def same(one: Expression, other: Expression) -> bool:
@@ -106,11 +147,15 @@ def line(node: ast.AST) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
+_LOOKING = {"isinstance", "len", "dim", "size", "numel", "is_contiguous", "isfinite", "isnan", "isinf", "any", "all"}
+
+
 def changes_nothing(test: ast.expr) -> bool:
-    """Whether evaluating a condition calls nothing but ``isinstance`` and assigns nothing."""
+    """Whether evaluating a condition assigns nothing, and calls only functions that look at a tensor."""
     calls = [each.func for each in ast.walk(test) if isinstance(each, ast.Call)]
     assigns = any(isinstance(each, ast.NamedExpr) for each in ast.walk(test))
-    return not assigns and all(isinstance(each, ast.Name) and each.id == "isinstance" for each in calls)
+    names = {each.attr if isinstance(each, ast.Attribute) else ast.unparse(each) for each in calls}
+    return not assigns and names <= _LOOKING
 
 
 NO_CONSTANT = object()
@@ -134,23 +179,48 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
 
 
+@dataclass
+class Notes:
+    """What was met in all functions that were read."""
+
+    read: dict[str, Any] = field(default_factory=dict)  # values by the paths of the attributes read
+    half_sizes: set[str | int] = field(default_factory=set)  # attributes and numbers that a tensor is split by
+    input_sizes: set[str] = field(default_factory=set)  # attributes that are the number of the input's features
+    fixed: set[str] = field(default_factory=set)  # further arguments that decided a branch
+    unread: dict[str, str] = field(default_factory=dict)  # why the source of a module's forward is not a known form
+    rank: int | None = None  # number of the input's dimensions, where the source counts them from the first
+    overwrites: bool = False
+
+    def counted(self, rank: int) -> None:
+        """Note the number of the input's dimensions."""
+        if self.rank not in (None, rank):
+            raise NotSwiGLU(f"its forward counts {self.rank} and {rank} dimensions of its input")
+        self.rank = rank
+
+    def restore(self, earlier: Notes) -> None:
+        """Forget what was noted since ``copy.deepcopy`` made `earlier`."""
+        vars(self).update(vars(copy.deepcopy(earlier)))
+
+
 class Constants:
     """Evaluates source that needs plain values only: numbers, and plain attributes of the instance, which it notes.
 
-    `own` is the name of self. Local variables with a known value are in `values`.
+    `own` is the name of self, which is at `place` in the instance: "" or a path with a dot at its end. Local variables
+    with a known value are in `values`.
     """
 
-    def __init__(self, own: str, module: nn.Module | None, values: Mapping[str, Expression]) -> None:
-        self.own, self.module, self.values = own, module, values
-        self.read: dict[str, Any] = {}  # values by the paths of the attributes read
+    def __init__(
+        self, own: str | None, module: nn.Module | None, values: Mapping[str, Expression], notes: Notes, place: str = ""
+    ) -> None:
+        self.own, self.module, self.values, self.notes, self.place = own, module, values, notes, place
 
     def of(self, node: ast.expr, defaults: Mapping[str, Any] | None = None) -> Any:
         """Return the value of `node`, :data:`NO_CONSTANT` where it is not known; `defaults` are values of names."""
-        before = dict(self.read)
+        before = dict(self.notes.read)
         try:
             return self._of(node, defaults or {})
         except (LookupError, AttributeError, TypeError, ZeroDivisionError):
-            self.read = before
+            self.notes.read = before
             return NO_CONSTANT
 
     def path(self, node: ast.expr) -> str | None:
@@ -160,7 +230,7 @@ class Constants:
             names.append(node.attr)
             node = node.value
         own = isinstance(node, ast.Name) and node.id == self.own and names
-        return ".".join(reversed(names)) if own else None
+        return self.place + ".".join(reversed(names)) if own else None
 
     def _of(self, node: ast.expr, defaults: Mapping[str, Any]) -> Any:
         match node:
@@ -189,5 +259,23 @@ class Constants:
     def _attribute(self, path: str | None) -> Any:
         if path is None or self.module is None:
             raise LookupError(path)
-        value = self.read[path] = constant_of(self.module, path)
+        value = self.notes.read[path] = constant_of(self.module, path)
         return value
+
+
+class Reading(Protocol):
+    """What the meaning of a call needs of the reader."""
+
+    constants: Constants
+    notes: Notes
+    values: dict[str, Expression]
+    guarded: bool
+
+    def evaluate(self, node: ast.expr) -> Expression: ...
+    def add(self, left: ast.expr, right: ast.expr) -> Expression | None: ...
+    def multiply(self, left: ast.expr, right: ast.expr) -> Expression: ...
+    def overwrite(self, value: Expression) -> None: ...
+
+
+Arguments = dict[str | None, ast.expr]
+"""Those of a call after the tensor, by name."""
