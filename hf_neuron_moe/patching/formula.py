@@ -34,9 +34,10 @@ def dense_roles(forward: Callable[..., Any], module: nn.Module | None = None) ->
     try:
         roles = matcher.match(result)
     except NotSwiGLU as answer:
-        reasons = [str(answer), *notes.unread.values()]
+        unread = [f"not read: {reason}" for reason in notes.unread.values()]
         inside = bare(result)[0] != "product" and "'product'" in str(result)
-        raise NotSwiGLU("; ".join(reasons), unread=inside or (bool(notes.unread) and _halves(module))) from answer
+        gate = inside or (bool(unread) and _halves(module))
+        raise NotSwiGLU("; ".join([str(answer), *unread]), unread=gate) from answer
     if len(notes.half_sizes) > 1:
         raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(map(str, notes.half_sizes)))}")
     constants = dict(notes.read)
@@ -76,6 +77,8 @@ def _layer_path(name: str, module: nn.Module | None) -> tuple[str, dict[str, Any
     try:
         result, reader = read_forward(type(child).forward, child)
     except NotSwiGLU:
+        return name, {}
+    if reader.notes.rank or reader.notes.input_sizes:
         return name, {}
     match result:
         case ("part", str() as inner, ("input",)) if isinstance(child._modules.get(inner), nn.Linear):

@@ -223,28 +223,28 @@ class Expressions:
             return ("dropout" if inert else "part", name, value)
         if gate is None:
             return None
-        self.note_code(name, held, self.title)
+        self.note_code(name, held)
         return ("act", gate.act, gate.alpha, bare(value))
 
     def follow_held(self, name: str, held: object, node: ast.Call) -> Expression:
         """What a module without weights, or a function that the instance holds, computes by its source."""
         path = self.place + name
         if isinstance(held, FunctionType) and not _is_torchs(held):
-            self.note_code(name, held, f"its {path}()")
+            self.note_code(name, held)
             return self.follow(held, node, f"its {path}()")
         if not isinstance(held, nn.Module) or _is_torchs(type(held)):
             raise self.unknown("computes", node, unread=True)
         title = f"its {path} ({type(held).__name__})"
         if next(held.parameters(), None) is not None or next(held.buffers(), None) is not None:
             raise NotSwiGLU(f"{title} has weights of its own", unread=True)
-        self.note_code(name, held, title)
+        self.note_code(name, held)
         return self.follow(type(held).forward, node, title, f"{path}.")
 
-    def note_code(self, name: str, held: object, title: str) -> None:
+    def note_code(self, name: str, held: object) -> None:
         """Let each call compare what a call of ``self.<name>`` runs."""
         code = self.notes.read[f"{self.place}{name}()"] = code_of(held)
         if isinstance(code, str):
-            raise NotSwiGLU(f"{title} calls {code}", unread=True)
+            raise NotSwiGLU(f"its {self.place}{name} is {code}", unread=True)
 
     def follow(self, function: Callable[..., Any], node: ast.Call, title: str, own: str | None = None) -> Expression:
         """What a call of a plain function returns; with `own` a method of what is there in the instance."""

@@ -82,7 +82,7 @@ class SumOfShapesMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         lead = x.shape[:-1]
         z = self.gu(x.view(-1, self.hidden_size))
-        return self.d(self.act(z[:, : self.size]) * z[:, self.size :]).reshape(lead + (self.hidden_size,))
+        return self.d(self.act(z[:, : self.size]) * z[:, self.size :]).reshape(lead + (self.hidden_size,))  # noqa: RUF005
 
 
 class NarrowMLP(BaseMLP):
@@ -234,6 +234,23 @@ class ChangedInputMLP(BaseMLP):
         return self.d(self.act(g) * u).view(x.shape)
 
 
+class RowsLinear(nn.Module):
+    """A layer that takes three dimensions only."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.linear = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(0, 1)).unflatten(0, x.shape[:-1])
+
+
+def with_rows_linear() -> nn.Module:
+    block = ViewMLP()
+    block.g = RowsLinear(block.g)
+    return block
+
+
 class NarrowOtherMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         z = self.gu(x)
@@ -259,6 +276,7 @@ REFUSED = [
     (JoinedDim2MLP(fused=True), r"chunk\(2, dim=2\)`"),
     (ChangedInputMLP(), r"may change its input in place: `rows \*= 2`"),
     (NarrowOtherMLP(fused=True, start=5), "splits by size and start"),
+    (with_rows_linear(), r"g is a tests\.patching\.test_remote_shapes\.RowsLinear, not a plain"),
     (SelectOtherMLP(fused=True), r"computes `z\.select\(-1, 0\)`"),
     (AttributeMLP(hidden_size=I, config=Config()), "takes hidden_size=12 for the number of its input's features"),
     (AttributeMLP(hidden_size=H, config=Config(4)), r"takes config\.hidden_size=4 for the number"),
