@@ -6,6 +6,7 @@ I intermediate size, H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hf_neuron_moe.modules.structure import attribute_of, has_call_hooks
 MODULE = "a module"
 """What stands for an attribute that is a module, where only its presence matters."""
 _SCALARS = (int, float, bool, str, type(None))
+FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class DenseRoles:
 
 
 def constant_of(module: nn.Module, path: str) -> Any:
-    """Return the plain value at a dotted `path` of attributes of `module`, :data:`MODULE` for a module.
+    """Return the plain value or function at a dotted `path` of attributes of `module`, :data:`MODULE` for a module.
 
     Of a path with ``()`` at its end, return what a call of the attribute runs: see :func:`code_of`.
 
@@ -127,7 +129,7 @@ def constant_of(module: nn.Module, path: str) -> Any:
         return code_of(holder)
     if isinstance(holder, nn.Module):
         return MODULE
-    if type(holder) not in _SCALARS:
+    if type(holder) not in (*_SCALARS, *FUNCTIONS):
         raise AttributeError(f"{path} is no plain value")
     return holder
 

@@ -59,7 +59,8 @@ class Expressions:
     statement: ast.AST | None = None  # the one that is read, without the names that it assigns
 
     def __post_init__(self) -> None:
-        self.constants = Constants(self.own, self.module, self.values, self.notes, self.place)
+        self.constants = Constants(self.own, self.module, self.values, self.scope, self.notes, self.place)
+        self.resolve = self.constants.resolve
 
     def run(self, body: list[ast.stmt]) -> Expression | None:
         """Return what the statements return; None where they do not."""
@@ -322,12 +323,6 @@ class Expressions:
         if known is None or any(isinstance(each, ast.Starred) for each in arguments[:1]):
             return None
         return known(self, arguments[0], arguments[1:], keywords)
-
-    def resolve(self, node: ast.expr) -> object:
-        """The object a dotted global name stands for, or None."""
-        if isinstance(node, ast.Name) and node.id not in self.values:
-            return self.scope.get(node.id)
-        return getattr(self.resolve(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
 
 
 def _is_torchs(called: object) -> bool:

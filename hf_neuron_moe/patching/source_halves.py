@@ -71,6 +71,8 @@ def halved(read: Reading, size: ast.expr) -> Expression | None:
             return read.values[name][1]
         case ast.BinOp(left=whole, op=ast.FloorDiv(), right=ast.Constant(value=2)):
             match whole:
+                case ast.Name(id=name) if read.values.get(name, ("",))[::2] == ("size", -1):
+                    return bare(read.values[name][1])
                 case ast.Subscript(ast.Attribute(tensor, "shape"), last) | ast.Call(
                     ast.Attribute(tensor, "size"), [last]
                 ) if ast.unparse(last) == "-1":

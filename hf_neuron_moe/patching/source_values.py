@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hf_neuron_moe.modules.dense_roles import constant_of
+from hf_neuron_moe.modules.dense_roles import FUNCTIONS, constant_of
 
 EXPECTED = "expected down_proj(act_fn(gate_proj(x)) * up_proj(x))"
 
@@ -202,17 +202,16 @@ class Notes:
         vars(self).update(vars(copy.deepcopy(earlier)))
 
 
+@dataclass
 class Constants:
-    """Evaluates source that needs plain values only: numbers, and plain attributes of the instance, which it notes.
+    """Evaluates source that needs plain values only: numbers, and plain attributes of the instance, which it notes."""
 
-    `own` is the name of self, which is at `place` in the instance: "" or a path with a dot at its end. Local variables
-    with a known value are in `values`.
-    """
-
-    def __init__(
-        self, own: str | None, module: nn.Module | None, values: Mapping[str, Expression], notes: Notes, place: str = ""
-    ) -> None:
-        self.own, self.module, self.values, self.notes, self.place = own, module, values, notes, place
+    own: str | None  # the name of self
+    module: nn.Module | None  # the instance
+    values: Mapping[str, Expression]  # local variables
+    scope: Mapping[str, Any]  # global names
+    notes: Notes
+    place: str = ""  # of self in the instance: "" or a path with a dot at its end
 
     def of(self, node: ast.expr, defaults: Mapping[str, Any] | None = None) -> Any:
         """Return the value of `node`, :data:`NO_CONSTANT` where it is not known; `defaults` are values of names."""
@@ -240,8 +239,12 @@ class Constants:
                 return defaults[name]
             case ast.Name(id=name) if self.values.get(name, ("",))[0] == "constant":
                 return self.values[name][1]
-            case ast.Attribute():
-                return self._attribute(self.path(node))
+            case ast.Attribute() if (path := self.path(node)) is not None:
+                return self._attribute(path)
+            case ast.Name() | ast.Attribute() if isinstance(function := self.resolve(node), FUNCTIONS):
+                return function
+            case ast.Name(id=name) if self.scope.get(name, name) is None and name not in self.values:
+                return None  # a package that is not installed
             case ast.UnaryOp(op=op, operand=operand):
                 return _UNARY[type(op)](self._of(operand, defaults))
             case ast.BinOp(left=left, op=op, right=right):
@@ -256,8 +259,15 @@ class Constants:
                 return value
         raise LookupError(line(node))
 
-    def _attribute(self, path: str | None) -> Any:
-        if path is None or self.module is None:
+    def resolve(self, node: ast.expr) -> Any:
+        """Return the object that a dotted global name or a variable with a known value stands for; else None."""
+        if isinstance(node, ast.Name):
+            kind, *value = self.values.get(node.id, ("global", self.scope.get(node.id)))
+            return value[0] if kind in ("constant", "global") else None
+        return getattr(self.resolve(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
+
+    def _attribute(self, path: str) -> Any:
+        if self.module is None:
             raise LookupError(path)
         value = self.notes.read[path] = constant_of(self.module, path)
         return value

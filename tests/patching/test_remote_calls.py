@@ -92,6 +92,27 @@ class OffsetFunctionMLP(BaseMLP):
         return self.d(gated(self.g(x), self.u(x), offset=1.0))
 
 
+fused_swiglu = None  # of a package that is not installed
+
+
+class FusedIfInstalledMLP(BaseMLP):
+    """What decides is which function the instance holds."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.gu(x)
+        if self.activation == F.sigmoid:
+            y = F.glu(y, dim=-1)
+        elif fused_swiglu is not None and self.activation is F.silu:
+            y = fused_swiglu(y)
+        else:
+            size = y.shape[-1]
+            y, gate = y.split(size // 2, dim=-1)
+            activation = self.activation
+            y = y * activation(gate)
+        y = self.norm(self.d(y))
+        return y if not self.returns_input else (y, x)
+
+
 class MethodsMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
@@ -163,6 +184,8 @@ ACCEPTED = [
     (FunctionMLP(fused=True), Gate()),
     (HeldFunctionMLP(fused=True, function=swiglu), Gate()),
     (OffsetFunctionMLP(), Gate("gelu", up_offset=1.0)),
+    (FusedIfInstalledMLP(fused=True, activation=F.silu, norm=nn.Identity(), returns_input=False), Gate()),
+    (FusedIfInstalledMLP(fused=True, activation=F.gelu, norm=nn.Identity(), returns_input=False), Gate("gelu")),
     (MethodsMLP(fused=True), Gate()),
     (SwishModuleMLP(own=SigmoidUnit()), Gate()),
     (InlineMLP(), Gate("gelu_tanh")),
@@ -313,6 +336,15 @@ REFUSED = [
     (HeldFunctionMLP(fused=True, function=many), r"its function\(\) takes \(\*tensors"),
     (HeldFunctionMLP(fused=True, function=doubled), r"its function\(\) is not a plain function"),
     (HeldFunctionMLP(fused=True, function=closed_over(F)), r"its function\(\) computes `F\.silu\(gate\)`"),
+    (FusedIfInstalledMLP(fused=True, activation=F.sigmoid), r"computes `F\.glu"),
+    (
+        FusedIfInstalledMLP(fused=True, activation=F.silu, norm=nn.LayerNorm(H), returns_input=False),
+        "not one projection",
+    ),
+    (
+        FusedIfInstalledMLP(fused=True, activation=F.silu, norm=nn.Identity(), returns_input=True),
+        r"computes `\(y, x\)`",
+    ),
     (ClassMethodMLP(fused=True), r"its forward computes `self\._gate\(self\.gu\(x\)\)`"),
     (SwishModuleMLP(own=TanhGLU()), r"its activation is TanhGLU"),
     (WrongDropoutMLP(drop=nn.Dropout(0.0)), r"has the statement `if self\.training"),
@@ -356,6 +388,8 @@ def test_a_gate_that_is_replaced_or_hooked_later_is_an_error(home: str) -> None:
     blocks = {"module": GateModuleMLP(fused=True, glu=SwiGLU()), "inner": StarredMLP(fused=True)}
     blocks["inner"].glu = GLUActivation(nn.SiLU())
     blocks["function"] = HeldFunctionMLP(fused=True, function=swiglu)
+    choices = {"activation": F.silu, "norm": nn.Identity(), "returns_input": False}
+    blocks["choice"] = FusedIfInstalledMLP(fused=True, **choices)
     model = nn.ModuleDict(blocks)
     patch_model(model, {"weights": home})
     x = torch.randn(1, 3, H)
@@ -365,8 +399,14 @@ def test_a_gate_that_is_replaced_or_hooked_later_is_an_error(home: str) -> None:
     model["module"].glu = TanhGLU()
     hooked(model["inner"], model["inner"].glu.act)
     model["function"].function = silu
-    for name, path in (("module", r"glu\(\)"), ("inner", r"glu\.act\(\)"), ("function", r"function\(\)")):
-        with refused(UnsupportedModelError, path.replace("\\", ""), where=name):
+    model["choice"].activation = F.gelu
+    for name, path in (
+        ("module", "glu()"),
+        ("inner", "glu.act()"),
+        ("function", "function()"),
+        ("choice", "activation"),
+    ):
+        with refused(UnsupportedModelError, path, where=name):
             model[name](x)
     model["inner"].glu.act = nn.SiLU()
     model["inner"](x)
