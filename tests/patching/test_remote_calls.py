@@ -296,6 +296,12 @@ class AutocastMLP(BaseMLP):
             return self.d(self.act(self.g(x)) * self.u(x))
 
 
+class NoGradMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.d(self.act(self.g(x)) * self.u(x))
+
+
 class AssertingMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         g = self.g(x)
@@ -351,6 +357,7 @@ REFUSED = [
     (LaterDropoutMLP(p=0.0), r"computes `F\.dropout\(y, self\.p\)`"),
     (TrainingDropoutMLP(drop=nn.Dropout(0.1), p=0.0), r"it has dropout, .*: drop with p=0\.1"),
     (AutocastMLP(), r"has the statement `with torch\.autocast"),
+    (NoGradMLP(), r"has the statement `with torch\.no_grad\(\)"),
     (AssertingMLP(), r"has the statement `assert g\.clamp_"),
     (FailingMLP(), "does not run on a small example: AssertionError"),
     (DeletedMLP(), "computes `u`"),
@@ -394,8 +401,10 @@ def test_a_gate_that_is_replaced_or_hooked_later_is_an_error(home: str) -> None:
     patch_model(model, {"weights": home})
     x = torch.randn(1, 3, H)
     for block in model.values():
+        torch.compiler.reset()
         compiled = torch.compile(block, backend="eager", fullgraph=True)
         assert torch.equal(compiled(x), block(x))
+    torch.compiler.reset()
     model["module"].glu = TanhGLU()
     hooked(model["inner"], model["inner"].glu.act)
     model["function"].function = silu
