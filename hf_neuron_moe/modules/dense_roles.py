@@ -120,7 +120,7 @@ def constant_of(module: nn.Module, path: str) -> Any:
         AttributeError: there is none, or it is neither a plain value nor a module.
     """
     first, *rest = path.removesuffix("()").split(".")
-    if first in ("training", ""):
+    if path.rpartition(".")[2] in ("training", ""):
         raise AttributeError(path)
     holder: Any = module
     for name in (first, *rest):
@@ -138,5 +138,6 @@ def code_of(called: object) -> Any:
     """Return what decides how `called` computes: a function itself, a module's class; else words that say why not."""
     if not isinstance(called, nn.Module):
         return called
-    changed = has_call_hooks(called) or "forward" in called.__dict__
+    own_call = type(called).__call__ is not nn.Module.__call__
+    changed = has_call_hooks(called) or "forward" in called.__dict__ or own_call
     return f"a {type(called).__name__} with hooks or a forward of its own" if changed else type(called)

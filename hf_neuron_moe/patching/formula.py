@@ -40,6 +40,8 @@ def dense_roles(forward: Callable[..., Any], module: nn.Module | None = None) ->
         raise NotSwiGLU("; ".join([str(answer), *unread]), unread=gate) from answer
     if len(notes.half_sizes) > 1:
         raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(map(str, notes.half_sizes)))}")
+    if notes.reshaped and roles.before:
+        raise NotSwiGLU(f"its forward gives shapes, but {roles.before[0]} in front of the layers may change them")
     constants = dict(notes.read)
     paths = {}
     for name in roles.linears:
@@ -78,7 +80,7 @@ def _layer_path(name: str, module: nn.Module | None) -> tuple[str, dict[str, Any
         result, reader = read_forward(type(child).forward, child)
     except NotSwiGLU:
         return name, {}
-    if reader.notes.rank or reader.notes.input_sizes:
+    if reader.notes.reshaped:
         return name, {}
     match result:
         case ("part", str() as inner, ("input",)) if isinstance(child._modules.get(inner), nn.Linear):

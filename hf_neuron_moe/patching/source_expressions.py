@@ -83,7 +83,7 @@ class Expressions:
             return ("half_size", whole)
         known = self.constants.of(node)
         if known is not NO_CONSTANT:
-            return ("constant", known)
+            return ("constant", known, self.constants.path(node))
         sizes, size = shape_of(self, node), size_of(self, node) or ("",)
         if sizes is not None:
             return ("shape", *sizes)
@@ -196,13 +196,16 @@ class Expressions:
         if self.module is None:
             return ("part", name, self.evaluate(node.args[0])) if alone else None
         holder = self.module.get_submodule(self.place.removesuffix("."))
-        held = holder._modules.get(name, holder.__dict__.get(name))
-        if held is None:
-            method = inspect.getattr_static(type(holder), name, None)
+        held = holder.__dict__.get(name)
+        if held is None and hasattr(type(holder), name):
+            method = inspect.getattr_static(type(holder), name)
             title, own = f"its {self.place}{name}()", self.place
             if isinstance(method, staticmethod):
                 return self.follow(method.__func__, node, title)
             return self.follow(method, node, title, own) if isinstance(method, FunctionType) else None
+        held = holder._modules.get(name) if held is None else held
+        if held is None:
+            return None
         if alone and (gate_of(held) is not None or isinstance(held, nn.Linear | nn.Dropout) or is_inert(held)):
             return self.layer(name, held, node.args[0])
         earlier = deepcopy(self.notes)
@@ -268,7 +271,7 @@ class Expressions:
         self_name = None if own is None else next(iter(values))
         bound.apply_defaults()
         values |= {
-            name: ("constant", default)
+            name: ("constant", default, None)
             for name, default in bound.arguments.items()
             if name not in values and isinstance(default, int | float | str | None)
         }

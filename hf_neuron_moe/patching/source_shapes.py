@@ -63,6 +63,8 @@ def size_of(read: Reading, node: ast.expr) -> Expression | None:
     match node:
         case ast.Name(id=name) if read.values.get(name, ("",))[0] in ("size", "rows of"):
             return read.values[name]
+        case ast.Name(id=name) if read.values.get(name, ("",))[0] == "constant" and read.values[name][2] is not None:
+            return ("path", read.values[name][2])
         case ast.Subscript(value, ast.Constant() | ast.UnaryOp() as index):
             found = shape_of(read, value)
         case ast.Call(ast.Attribute(tensor, "size"), [index], []):
@@ -94,13 +96,14 @@ def unpacked(read: Reading, names: list[ast.expr], value: ast.expr) -> dict[str,
         case _, [("leading", whole), *last] if len(plain) == len(names) and len(last) < 2:
             start = len(last) - 1 - len(names)
             return {name: ("size", whole, start + place) for place, name in enumerate(plain)}
-        case _, list() if len(plain) == len(names) == len(found):
+        case _, list() if len(plain) == len(names) == len(found) and {each[0] for each in found} <= {"size", "rows of"}:
             return dict(zip(plain, found))
     return None
 
 
 def _leading(read: Reading, sizes: list[Expression]) -> Expression | None:
     """What a tensor with these leading sizes is computed from: the input or its rows; None where that is not known."""
+    read.notes.reshaped = True
     if sizes == _ANY or [each[0] for each in sizes] == ["rows of"]:
         return ROWS
     if not sizes or any(each[0] not in ("leading", "size") for each in sizes):
@@ -152,6 +155,7 @@ def flatten(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | N
     value, start = read.evaluate(tensor), read.constants.of(given.get("start_dim", ast.Constant(0)))
     if bare(value)[0] in ("grid", "pair") or start != 0 or axis(read, given.get("end_dim"), value) != -2:
         return None
+    read.notes.reshaped = True
     return with_leading(value, ROWS)
 
 

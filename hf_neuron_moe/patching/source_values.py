@@ -189,6 +189,7 @@ class Notes:
     fixed: set[str] = field(default_factory=set)  # further arguments that decided a branch
     unread: dict[str, str] = field(default_factory=dict)  # why the source of a module's forward is not a known form
     rank: int | None = None  # number of the input's dimensions, where the source counts them from the first
+    reshaped: bool = False  # whether a shape was given that is not the tensor's own
     overwrites: bool = False
 
     def counted(self, rank: int) -> None:

@@ -214,6 +214,39 @@ class LearnedGLU(SwiGLU):
         self.beta = nn.Parameter(torch.ones(1))
 
 
+class CallGLU(SwiGLU):
+    def __call__(self, *tensors: Tensor) -> Any:
+        return 2 * super().__call__(*tensors)
+
+
+class TrainingGLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return F.silu(a) * (b if self.training else 2 * b)
+
+
+class HiddenModuleMLP(BaseMLP):
+    """Python finds the method of the class before the child of the same name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.act(self.g(x)) * self.u(x))
+
+    def act(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+def hidden_module() -> nn.Module:
+    block = HiddenModuleMLP(act=None)
+    block._modules["act"] = nn.SiLU()
+    return block
+
+
+class NumbersMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = 1, 2
+        return self.d(self.act(self.g(x)) * (self.u(x) * one)) * two
+
+
 class SameHalfGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a, _ = x.chunk(2, dim=-1)
@@ -331,6 +364,10 @@ class OtherInlineMLP(BaseMLP):
 REFUSED = [
     (GateModuleMLP(fused=True, glu=TanhGLU()), r"; not read: its glu \(TanhGLU\) computes `torch\.tanh\(a\)`"),
     (GateModuleMLP(fused=True, glu=LearnedGLU()), r"its glu \(LearnedGLU\) has weights of its own"),
+    (GateModuleMLP(fused=True, glu=CallGLU()), "its glu is a CallGLU with hooks or a forward of its own"),
+    (GateModuleMLP(fused=True, glu=TrainingGLU()), r"its glu \(TrainingGLU\) has the statement `b if self\.training"),
+    (hidden_module(), r"its act\(\) computes `torch\.tanh\(x\)`"),
+    (NumbersMLP(), r"a factor of 2"),
     (GateModuleMLP(fused=True, glu=SameHalfGLU()), r"not down\(act\(gate"),
     (GateModuleMLP(fused=True, glu=overridden()), "its glu is a SwiGLU with hooks or a forward of its own"),
     (GateModuleMLP(fused=True, glu=hooked(glu := SwiGLU(), glu)), "its glu is a SwiGLU with hooks"),

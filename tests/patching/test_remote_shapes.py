@@ -59,7 +59,8 @@ class FlattenTwoMLP(BaseMLP):
 class AttributeMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         b, s = x.shape[:2]
-        x = torch.reshape(x, (b * s, self.hidden_size))
+        hidden = self.hidden_size
+        x = torch.reshape(x, (b * s, hidden))
         return self.d(self.act(self.g(x)) * self.u(x)).view(b, s, self.config.hidden_size)
 
 
@@ -208,6 +209,15 @@ class FirstFusedMLP(BaseMLP):
         return self.d(self.act(g) * u).view(x.shape)
 
 
+class PooledMLP(BaseMLP):
+    """Two rows become one, of which the view would make two halves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        h = self.pool(x)
+        return self.d(self.act(self.g(h)) * self.u(h)).view(b, s, -1)
+
+
 class FlattenAllMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.d(self.act(self.g(x.flatten(0, 1))) * self.u(x.flatten(0))).view(x.shape)
@@ -271,6 +281,7 @@ REFUSED = [
     (MixedMLP(), "combines its input with one whose leading dimensions are joined"),
     (FirstMLP(norm=nn.BatchNorm1d(H)), r"not down\(act\(gate"),
     (FirstFusedMLP(fused=True, norm=nn.BatchNorm1d(H)), r"not down\(act\(gate"),
+    (PooledMLP(pool=nn.MaxPool2d((2, 1))), "gives shapes, but pool in front of the layers may change them"),
     (FlattenAllMLP(), r"computes `x\.flatten\(0\)`"),
     (TwoRanksMLP(fused=True), "counts 3 and 4 dimensions of its input"),
     (JoinedDim2MLP(fused=True), r"chunk\(2, dim=2\)`"),
