@@ -178,6 +178,7 @@ class Expressions:
                 found = self.call(called, arguments, keywords)
                 if found is not None and isinstance(function, ast.Attribute) and function.attr == f"{method}_":
                     self.overwrite(self.evaluate(function.value))
+                called = getattr(called, "_torchdynamo_inline", called)  # what torch.jit.script compiled
                 if found is None and isinstance(called, FunctionType) and not _is_torchs(called):
                     found = self.follow(called, node, f"{called.__name__}()")
         if found is None:

@@ -30,7 +30,7 @@ def parsed(forward: Callable[..., Any], title: str = "its forward") -> ast.Funct
     if not isinstance(function, ast.FunctionDef):
         raise NotSwiGLU(f"{title} is not a plain function", unread=True)
     decorators = [ast.unparse(each) for each in function.decorator_list]
-    if decorators not in ([], ["staticmethod"]):  # which leaves the function as it is
+    if decorators not in ([], ["staticmethod"], ["torch.jit.script"]):  # which compute what the function does
         raise NotSwiGLU(f"{title} is decorated with @{decorators[0]}", unread=True)
     return _Attributes().visit(function)
 

@@ -60,6 +60,16 @@ def gated(gate: Tensor, up: Tensor, *, offset: float = 0.0) -> Tensor:
     return gate
 
 
+@torch.jit.script
+def scripted(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class ScriptedMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(scripted(self.g(x), self.u(x)))
+
+
 class GateModuleMLP(BaseMLP):
     """Nothing in its own text is a product."""
 
@@ -184,6 +194,7 @@ ACCEPTED = [
     (FunctionMLP(fused=True), Gate()),
     (HeldFunctionMLP(fused=True, function=swiglu), Gate()),
     (OffsetFunctionMLP(), Gate("gelu", up_offset=1.0)),
+    (ScriptedMLP(), Gate()),
     (FusedIfInstalledMLP(fused=True, activation=F.silu, norm=nn.Identity(), returns_input=False), Gate()),
     (FusedIfInstalledMLP(fused=True, activation=F.gelu, norm=nn.Identity(), returns_input=False), Gate("gelu")),
     (MethodsMLP(fused=True), Gate()),
