@@ -148,7 +148,8 @@ def test_unreadable_source_is_refused() -> None:
 
 def test_the_probe_catches_what_the_source_cannot_show() -> None:
     class Louder(nn.SiLU):
-        pass
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
 
     model = boxed(GatedMLP(Louder()))
     assert_matches("activation is Louder", refused_reason(model))
