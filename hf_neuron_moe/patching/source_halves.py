@@ -69,7 +69,7 @@ def halved(read: Reading, size: ast.expr) -> Expression | None:
     match size:
         case ast.Name(id=name) if read.values.get(name, ("",))[0] == "half_size":
             return read.values[name][1]
-        case ast.BinOp(left=whole, op=ast.FloorDiv(), right=ast.Constant(value=2)):
+        case ast.BinOp(left=whole, op=ast.FloorDiv(), right=two) if read.constants.of(two) == 2:
             match whole:
                 case ast.Name(id=name) if read.values.get(name, ("",))[::2] == ("size", -1):
                     return bare(read.values[name][1])

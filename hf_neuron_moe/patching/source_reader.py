@@ -65,8 +65,8 @@ class Reader(Expressions):
                 case ast.Delete(targets=targets) if all(isinstance(each, ast.Name) for each in targets):
                     for each in targets:
                         self.values.pop(ast.unparse(each), None)
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self.values[name] = self.value(value)
+                case ast.Assign(targets=targets, value=value) if all(isinstance(each, ast.Name) for each in targets):
+                    self.values |= dict.fromkeys(map(ast.unparse, targets), self.value(value))
                 case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                     self.values[name] = self.value(value)
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=value) if (

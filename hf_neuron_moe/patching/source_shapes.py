@@ -19,7 +19,7 @@ from hf_neuron_moe.patching.source_values import (
     with_leading,
 )
 
-_ANY = [("number", -1)]
+_ANY = ("number", -1)
 
 
 def shape_of(read: Reading, node: ast.expr) -> list[Expression] | None:
@@ -104,13 +104,14 @@ def unpacked(read: Reading, names: list[ast.expr], value: ast.expr) -> dict[str,
 def _leading(read: Reading, sizes: list[Expression]) -> Expression | None:
     """What a tensor with these leading sizes is computed from: the input or its rows; None where that is not known."""
     read.notes.reshaped = True
-    if sizes == _ANY or [each[0] for each in sizes] == ["rows of"]:
+    if sizes == [_ANY] or [each[0] for each in sizes] == ["rows of"]:
         return ROWS
-    if not sizes or any(each[0] not in ("leading", "size") for each in sizes):
+    given = [each for each in sizes if each != _ANY]
+    if len(sizes) - len(given) > 1 or any(each[0] not in ("leading", "size") for each in given) or not given:
         return None
-    joined = is_joined(("pair", *(each[1] for each in sizes)))
+    joined = is_joined(("pair", *(each[1] for each in given)))
     if [each[0] for each in sizes] != ["leading"]:
-        if [each[2:] for each in sizes] != [(place,) for place in range(-len(sizes) - 1, -1)]:
+        if any(each != _ANY and each[2:] != (place - len(sizes) - 1,) for place, each in enumerate(sizes)):
             return None
         if not joined:
             read.notes.counted(len(sizes) + 1)
@@ -132,17 +133,22 @@ def view(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None
 def _keeps_rows(read: Reading, value: Expression, sizes: list[Expression]) -> bool:
     """Whether the last of `sizes` is how many entries a row of `value` has.
 
-    If all others are given, it cannot be another number.
+    If all others are given, it cannot be another number. The last layer's result has as many as the input.
     """
-    exact = sizes[:-1] != _ANY
+    ends = value
+    while ends[0] in ("cast", "dropout", "weighted"):
+        ends = ends[1] if ends[0] == "cast" else ends[2]
+    as_input = ends in (INPUT, ROWS) or (ends[0] == "part" and "'product'" in str(ends))
+    exact = _ANY not in sizes[:-1]
     match sizes[-1]:
         case ("path", str() as path):
             read.notes.input_sizes.add(path)
-            return exact or bare(value) in (INPUT, ROWS)
+            return exact or as_input
         case ("size", whole, -1):
-            return exact or with_leading(bare(whole), ROWS) == with_leading(bare(value), ROWS)
+            same = with_leading(bare(whole), ROWS) == with_leading(bare(value), ROWS)
+            return exact or same or (as_input and bare(whole) in (INPUT, ROWS))
         case last:
-            return exact and last == _ANY[0]
+            return exact and last == _ANY
 
 
 def view_as(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:

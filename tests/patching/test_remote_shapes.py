@@ -79,6 +79,17 @@ class ViewAsMLP(BaseMLP):
         return self.d(self.act(g) * u).view_as(x)
 
 
+class FollowingMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        length, hidden = x.size(1), x.size(-1)
+        rows = y = x.view(-1, hidden)
+        z, two = self.gu(rows), 2
+        width = z.shape[-1]
+        g, u = z.split(width // two, dim=-1)
+        y = self.d(self.act(g) * u)
+        return y.view(-1, length, hidden)
+
+
 class SumOfShapesMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         lead = x.shape[:-1]
@@ -134,6 +145,7 @@ ACCEPTED = [
     (AttributeMLP(**SIZES), 3),
     (LeadingMLP(), 3),
     (ViewAsMLP(fused=True), 3),
+    (FollowingMLP(fused=True), 3),
     (SumOfShapesMLP(fused=True, **SIZES), None),
     (NarrowMLP(fused=True), 3),
     (SelectMLP(fused=True), 3),
@@ -188,6 +200,15 @@ class InnerSizeMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         h = (self.act(self.g(x)) * self.u(x)).view(-1, x.shape[-1])
         return self.d(h).view(x.shape)
+
+
+class InnerFollowsMLP(BaseMLP):
+    """Halves of rows of H entries, which are put together again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        g, u = self.gu(x).view(b, -1, h).chunk(2, dim=-1)
+        return self.d((self.act(g) * u).view(b, s, -1))
 
 
 class MixedMLP(BaseMLP):
@@ -278,6 +299,7 @@ REFUSED = [
     (ExchangedMLP(), r"\.view\(s, b, h\)`"),
     (OtherRowsMLP(), r"computes `x\.view\(-1, 4\)`"),
     (InnerSizeMLP(), r"\.view\(-1, x\.shape\[-1\]\)`"),
+    (InnerFollowsMLP(fused=True), r"computes `self\.gu\(x\)\.view\(b, -1, h\)`"),
     (MixedMLP(), "combines its input with one whose leading dimensions are joined"),
     (FirstMLP(norm=nn.BatchNorm1d(H)), r"not down\(act\(gate"),
     (FirstFusedMLP(fused=True, norm=nn.BatchNorm1d(H)), r"not down\(act\(gate"),
