@@ -153,7 +153,7 @@ def test_every_key_is_logged_and_written(tmp_path: Path) -> None:
     }
     assert written["model"] == "MixtralForCausalLM"
     assert {entry["name"] for entry in written["patch"]["entries"]} == lines[0]["experts"].keys()
-    assert written["environment"]["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(written["environment"]["packages"]["torch"])  # the build may be left out
     assert written["environment"]["processes"] == 1
 
 
