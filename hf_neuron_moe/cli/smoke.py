@@ -38,6 +38,8 @@ def smoke(
             if result.fallback_ops:
                 typer.echo(f"  ran on the CPU: {', '.join(result.fallback_ops)}")
 
+    if output.is_dir():
+        raise typer.BadParameter(f"{str(output)!r} is a folder.", param_hint="--output")
     if not output.parent.is_dir():
         raise typer.BadParameter(f"{str(output)!r} is in no existing folder.", param_hint="--output")
     report = run_smoke(device=device, cases=(case,) if case else CASES, timeout=timeout, seed=seed, progress=show)
