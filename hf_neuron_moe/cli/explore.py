@@ -58,17 +58,18 @@ def explore(
     from hf_neuron_moe.explore.precision_plan import as_yaml
     from hf_neuron_moe.explore.run import Options, explore as run
 
-    written = [path for path in (plan, output, fold) if path is not None]
-    for name in written:
-        got = "two things to write there" if written.count(name) > 1 else ""
-        if name != fold:  # which is checked where it is written
-            got = got or ("a folder" if name.is_dir() else "")
-            got = got or ("" if name.absolute().parent.is_dir() else f"a name in {name.parent}, which is no folder")
+    names = tuple(name.strip() for name in formats.split(",") if name.strip())
+    second = plan.with_stem(f"{plan.stem}-convert") if plan is not None and "mxfp4" in names else None
+    written = [path for path in (plan, second, output, fold) if path is not None]
+    for path in written:
+        got = "two things to write there" if written.count(path) > 1 else ""
+        if path != fold:  # which is checked where it is written
+            got = got or ("a folder" if path.is_dir() else "")
+            got = got or ("" if path.absolute().parent.is_dir() else f"a name in {path.parent}, which is no folder")
         if got:
             fix = "Name a file in a folder that exists."
-            raise DestinationError.about(str(name), "a file that can be written", got, fix)
+            raise DestinationError.about(str(path), "a file that can be written", got, fix)
     quiet_transformers()
-    names = tuple(name.strip() for name in formats.split(",") if name.strip())
     options = Options(tokens, length, names, budget, device, step_tokens, verify, draws, fold)
     state = Path(f".explore-{model_dir.resolve().name}.partial")
     with watching("exploring", unit="parts") as (watch, advance):
@@ -80,8 +81,8 @@ def explore(
             raise
     if plan is not None:
         plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
-        if result.convert_plan is not None:
-            plan.with_stem(f"{plan.stem}-convert").write_text(as_yaml(result.convert_plan, result.model), "utf-8")
+        if second is not None and result.convert_plan is not None:
+            second.write_text(as_yaml(result.convert_plan, result.model), "utf-8")
     if output is not None:
         from hf_neuron_moe.explore.explore_page import write_explore_page
 
@@ -94,7 +95,9 @@ def explore(
     else:
         _show(result)
         typer.echo(f"Took {duration(watch.seconds)} and {in_words(watch.peak)} of memory.")
-        for path, what in ((plan, "plan"), (output, "page"), (fold if result.folds else None, "folded checkpoint")):
+        folded = fold if result.folds else None
+        wrote = ((plan, "plan"), (second, "plan for convert"), (output, "page"), (folded, "folded checkpoint"))
+        for path, what in wrote:
             if path is not None:
                 typer.echo(f"Wrote the {what} to {path}.")
         for line in result.not_folded:
@@ -142,8 +145,7 @@ def _show(result: Exploration) -> None:
 def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
     plan, loss = result.plan, result.loss
     line(f"Plan for {plan.device}, expected change below {100 * plan.limit / loss:.2g} % (times are estimates):")
-    rows = {f"uniform {kind}": total for kind, total in result.uniform.items()} | {"plan": plan.total}
-    for name, total in rows.items():
+    for name, total in result.totals.items():
         measured = result.measured.get(name.removeprefix("uniform "))
         here = "" if measured is None else f", measured here {_percent(measured - loss, loss)}"
         line(

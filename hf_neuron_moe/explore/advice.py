@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from hf_neuron_moe.device.roofline_math import Step
+from hf_neuron_moe.device.kernel_support import BlockGroup, usable_kernels
+from hf_neuron_moe.device.roofline_math import CHIPS, Step
+from hf_neuron_moe.errors import counted
 from hf_neuron_moe.explore.measures import Measures
 from hf_neuron_moe.explore.precision_plan import Cost, chip_of
 from hf_neuron_moe.formats.padding import padded_size
@@ -35,6 +37,23 @@ def advise(measures: Measures, costs: Mapping[str, Mapping[str, Cost]], device: 
     return lines
 
 
+def without_kernels(groups: Iterable[BlockGroup], precisions: Mapping[str, str], device: str) -> list[str]:
+    """Return a sentence for each reason why documented kernels of a Neuron chip do not train blocks as planned."""
+    if device not in CHIPS:
+        return []
+    found: dict[tuple[str, str], int] = {}
+    for each in usable_kernels(groups, None, None):
+        reason = each.documented[device]
+        count = sum(precisions.get(name) == each.precision for name in each.group.names)
+        if reason is not None and count:
+            found[each.precision, reason] = found.get((each.precision, reason), 0) + count
+    return [
+        f"No documented kernel trains {counted(count, 'block')} of the plan in {precision} on {device}: {reason}. "
+        "PyTorch computes them with neuron_fallback: torch, and takes other times than those above."
+        for (precision, reason), count in found.items()
+    ]
+
+
 def _no_gain_reason(flops: Mapping[str, float]) -> str:
     if flops["mxfp8"] <= flops["bf16"]:
         return "this device multiplies MXFP8 values as bf16."
@@ -45,7 +64,7 @@ def _shapes(measures: Measures, step: Step) -> list[str]:
     lines = []
     routed = [block for block in measures.blocks.values() if block.kind == "experts"]
     if routed:
-        share = max(block.tokens_E.sum().item() / block.experts for block in routed) / max(measures.tokens, 1)
+        share = max(block.tokens_E.sum().item() / block.experts for block in routed) / max(measures.positions, 1)
         each = share * step.tokens
         few = " That is few: weights are read for little work." if each < FEW_TOKENS else ""
         lines.append(f"Each expert gets {each:,.0f} of a step's {step.tokens:,} tokens on average.{few}")

@@ -114,9 +114,12 @@ def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     saved = [key for key in block.operands if key.endswith(SAVED)]
     poor = any(block.operands[key].figures()["sqnr_db"] < POOR_SAVED_DB for key in saved)
     in_bf16 = " Save its activations in bf16, not in FP8." if poor else ""
-    folded = "Fold a power of two into the weights before it (--fold), which bf16 does not notice, or leave it in bf16."
+    remedy, remedy_kind = "Leave it in bf16 where the loss matters more than the time.", KEEP_BF16
+    if costly and (costly[0].product == PRODUCTS[0] or block.linear_up):
+        remedy = "Fold a power of two into the weights before it (--fold), which bf16 does not notice, "
+        remedy, remedy_kind = remedy + "or leave it in bf16.", FOLD
     if costly and costly[0].bits_lost >= CHIEF_BITS:
-        return Reason(_of_outliers(name, costly, block), folded + in_bf16, FOLD, costly)
+        return Reason(_of_outliers(name, costly, block), remedy + in_bf16, remedy_kind, costly)
     worst = max(PRODUCTS, key=lambda product: block.scores[f"{form} {product}"].total)
     weights = WEIGHTS if form == "mxfp8" else WEIGHTS_MXFP4
     operands = {
@@ -127,16 +130,16 @@ def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     figures = operands[kind][1]
     share = block.scores[f"{form} {worst}"].total / (block.scores[form].total or math.nan)
     most = f", {100 * share:.0f} % of the block's change" if 0 < share <= 1 else ""
-    text = f"{_product_words(worst)} of {_layer_of(name)}{most}: its {kind} have {figures['sqnr_db']:.1f} dB SQNR"
+    where = f"{_product_words(worst, block)} of {_layer_of(name)}"
+    text = f"{where}{most}: its {kind} have {figures['sqnr_db']:.1f} dB SQNR"
     if figures["flushed"] >= 0.001:
         text += f", {100 * figures['flushed']:.1f} % of them become zero"
     text += f"{_worst_expert(block, operands[kind][0])}. "
     text += _of_outliers(name, costly or outliers[:1], block) if outliers else "No channel stands out."
-    remedy = folded if costly else "Leave it in bf16 where the loss matters more than the time."
     other = block.operands[f"{worst} {weights}, {OTHER_RULE}"].figures()["sqnr_db"] - operands[weights][1]["sqnr_db"]
     if kind == weights and other >= WORTH_DB:
         remedy += f" In a conversion, --scale-rule {OTHER_RULE} gives these weights {other:.1f} dB more."
-    return Reason(text, remedy + in_bf16, FOLD if costly else KEEP_BF16, costly)
+    return Reason(text, remedy + in_bf16, remedy_kind, costly)
 
 
 def _of_outliers(name: str, outliers: Sequence[Outlier], block: BlockMeasures) -> str:
@@ -145,10 +148,9 @@ def _of_outliers(name: str, outliers: Sequence[Outlier], block: BlockMeasures) -
     where = f", expert {outlier.expert}" if block.experts > 1 else ""
     times = f"2**{math.log2(outlier.ratio):.0f}" if outlier.ratio >= 4096 else f"{outlier.ratio:,.0f}"
     more = f" {len(outliers) - 1} more are like it." if len(outliers) > 1 else ""
-    return (
-        f"{_product_words(outlier.product)} input of {_layer_of(name)}{where}: channel {outlier.channel} is {times} "
-        f"times the median; its block of 32 loses {outlier.bits_lost:.1f} bits.{more}"
-    )
+    words = f"{_product_words(outlier.product, block)} input of {_layer_of(name)}{where}"
+    lost = f"its block of 32 loses {outlier.bits_lost:.1f} bits"
+    return f"{words}: channel {outlier.channel} is {times} times the median; {lost}.{more}"
 
 
 def _layer_of(name: str) -> str:
@@ -157,8 +159,10 @@ def _layer_of(name: str) -> str:
     return f"layer {numbers[-1]}" if numbers else name
 
 
-def _product_words(product: str) -> str:
-    return "down_proj" if product == "down" else "gate_proj and up_proj"
+def _product_words(product: str, block: BlockMeasures) -> str:
+    if product == PRODUCTS[1]:
+        return "down_proj"
+    return "gate_proj and up_proj" if block.halves == 2 else "up_proj"
 
 
 def _worst_expert(block: BlockMeasures, operand: Operand) -> str:

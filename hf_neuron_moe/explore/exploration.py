@@ -57,6 +57,12 @@ class Exploration:
         return self.plan.uniform | (self.convert_plan or self.plan).uniform
 
     @property
+    def totals(self) -> Mapping[str, Total]:
+        """The same by the name of a row of a table, with the plans."""
+        found = {f"uniform {kind}": each for kind, each in self.uniform.items()} | {"plan": self.plan.total}
+        return found if self.convert_plan is None else found | {"convert plan": self.convert_plan.total}
+
+    @property
     def correlation(self) -> float:
         """Rank correlation of predicted and measured changes of the verified blocks."""
         pairs = [(row.predicted, row.measured) for row in self.ranking.get("mxfp8", []) if row.measured is not None]
@@ -85,6 +91,9 @@ class Exploration:
                 **self.plan.total.to_dict(self.loss),
             },
             "convert_plan": self.convert_plan.recipe if self.convert_plan is not None else None,
+            "convert_plan_details": (
+                self.convert_plan.total.to_dict(self.loss) if self.convert_plan is not None else None
+            ),
             "uniform": {kind: total.to_dict(self.loss) for kind, total in self.uniform.items()},
             "measured_losses": self.measured,
             "measured_errors": self.measured_errors,

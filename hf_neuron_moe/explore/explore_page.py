@@ -48,8 +48,7 @@ def write_explore_page(result: Exploration, path: Path) -> int:
 def _plan(result: Exploration) -> Section:
     plan, loss = result.plan, result.loss
     rows: list[list[Cell]] = []
-    totals = {f"uniform {kind}": each for kind, each in result.uniform.items()} | {"plan": plan.total}
-    for name, total in totals.items():
+    for name, total in result.totals.items():
         measured = result.measured.get(name.removeprefix("uniform "))
         here = None if measured is None else round(100 * (measured - loss) / loss, 6)
         expected = 100 * total.loss_change / loss

@@ -103,13 +103,15 @@ def projections_of(block: NeuronBlock) -> Projections:
     """Return views of a patched block's own weights in ``nn.Linear`` orientation, with a first axis of experts."""
     if isinstance(block, NeuronSwiGLUMLP):
         return Projections(*(weight.detach().unsqueeze(0) for weight in block._weights()[:3]))
-    if not isinstance(block, ExpertsBlock) or not block.neuron_form.routed or not block.neuron_form.gate.gated:
+    if not isinstance(block, ExpertsBlock) or not block.neuron_form.routed:
         fix = "Leave it in bf16."
         raise UnsupportedModelError.about(block.neuron_name, "a dense MLP or routed experts", type(block).__name__, fix)
     form = block.neuron_form
     gate_up, down = (parameter_of(block, name).detach() for name in (form.gate_up, form.down))
     if form.transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if not form.gate.gated:
+        return Projections(None, gate_up, down)
     if form.interleaved:
         return Projections(gate_up[:, ::2], gate_up[:, 1::2], down)
     gate, up = gate_up.chunk(2, dim=1)

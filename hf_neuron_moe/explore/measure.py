@@ -94,8 +94,9 @@ class Pass:
         known = self.measures.blocks.get(call.block)
         if known is None:
             E, H, I = call.projections.down_EHI.shape  # noqa: E741
-            kind = "mlp" if call.routing is None else "experts"
-            known = BlockMeasures(kind, E, H, I, torch.zeros(E, dtype=torch.int64), halves=call.spec.gate.halves)
+            kind, gate = "mlp" if call.routing is None else "experts", call.spec.gate
+            tokens_E = torch.zeros(E, dtype=torch.int64)
+            known = BlockMeasures(kind, E, H, I, tokens_E, halves=gate.halves, linear_up=gate.reads_up_as_it_is)
             self.measures.blocks[call.block] = known
         return known
 

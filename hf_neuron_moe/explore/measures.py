@@ -69,6 +69,7 @@ class BlockMeasures:
     scores: dict[str, Score] = field(default_factory=dict)  # by format, or "format product"
     products: dict[str, tuple[float, float]] = field(default_factory=dict)  # signal and noise, of a sample
     halves: int = 2  # projections of the input: gate and up, or up alone
+    linear_up: bool = True  # whether the gate multiplies up as it is, so that a channel of down folds into up
 
     def operand(self, product: str, kind: str, channels: int) -> Operand:
         """Return the sums of an operand, new ones at first."""
@@ -85,3 +86,8 @@ class Measures:
     loss: float = 0.0  # sum over tokens
     losses: list[float] = field(default_factory=list)  # mean per row
     flips: dict[str, list[float]] = field(default_factory=dict)  # the same with blocks in mxfp8, by their names
+
+    @property
+    def positions(self) -> int:
+        """Tokens that blocks saw: a row's last one has no loss."""
+        return self.tokens + self.rows

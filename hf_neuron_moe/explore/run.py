@@ -18,9 +18,10 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.io.folder import checkpoint_folder
 from hf_neuron_moe.convert.plan import no_codes
+from hf_neuron_moe.device.kernel_support import block_groups
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, not_one_of, public
 from hf_neuron_moe.explore import fold as folding
-from hf_neuron_moe.explore.advice import advise
+from hf_neuron_moe.explore.advice import advise, without_kernels
 from hf_neuron_moe.explore.explain import reason_of
 from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
 from hf_neuron_moe.explore.inputs import check_finite, checked_rows
@@ -82,6 +83,7 @@ def explore(
     folder = checkpoint_folder(folder)
     on_meta = build_meta_model(folder, attention=None)
     uncoded = [each.name for each in discover(on_meta) if each.reason is None and no_codes(each) is not None]
+    groups = block_groups(on_meta)
     patch_model(on_meta)
     tokenizer, rows_NL = checked_rows(folder, on_meta, text, options.tokens, options.length, options.fits)
     model = load_model(folder)
@@ -107,6 +109,7 @@ def explore(
         save()
         advance(ROW_WORK * measures.rows)
     result = _judged(folder, text, options, measures, uncoded)
+    result.advice += without_kernels(groups, result.plan.precisions, options.device)
 
     def flipped(count: int) -> None:
         save()
@@ -156,7 +159,7 @@ def _judged(folder: Path, text: Path, options: Options, measures: Measures, unco
     planned = [form for form in ("mxfp8", "mxfp4") if form in options.formats]
     ranking = {form: _ranked(measures, form) for form in (*planned, *("bf16",) * ("bf16" in options.formats))}
     kinds = ("bf16", *planned, *MXFP4_PRODUCTS * ("mxfp4" in planned and options.device in GPUS))
-    costs = costs_of(measures.blocks, measures.tokens, options.device, options.step_tokens, kinds)
+    costs = costs_of(measures.blocks, measures.positions, options.device, options.step_tokens, kinds)
     trained = {name: {kind: cost for kind, cost in row.items() if "mxfp4" not in kind} for name, row in costs.items()}
     limit = limit_of(options.budget, measures.loss / measures.tokens)
     where = options.device, options.step_tokens

@@ -18,7 +18,7 @@ from hf_neuron_moe.errors import DestinationError, NeuronMoEWarning
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.operand_sums import Operand
 
-FORM = 3
+FORM = 4
 
 
 def identity_of(folder: Path, text: Path, options: Sequence[Any]) -> str:

@@ -24,8 +24,10 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.cli.shared_options import in_package
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.device.kernel_support import block_groups
 from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
 from hf_neuron_moe.explore import run as running
+from hf_neuron_moe.explore.advice import without_kernels
 from hf_neuron_moe.explore.explore_page import short_blocks, write_explore_page
 from hf_neuron_moe.explore.inputs import token_rows
 from hf_neuron_moe.explore.measured_changes import losses_of
@@ -73,6 +75,9 @@ def test_one_json_object_with_ranking_and_plan(family, tmp_path, monkeypatch, ca
     assert all(row["reason"] and row["remedy"] for row in found["ranking"])
     assert yaml.safe_load(Path("plan.yaml").read_text()) == found["plan"]
     assert (found["convert_plan"] is not None) == bool(formats) == Path("plan-convert.yaml").exists()
+    details = found["convert_plan_details"]
+    assert (details is not None) == bool(formats)
+    assert details is None or details["bytes"] <= found["uniform"]["bf16"]["bytes"]
     assert set(found["uniform"]) >= {"bf16", "mxfp8"} and found["uniform"]["bf16"]["loss_change"] == 0
     for block in found["blocks"].values():
         assert block["operands"]["gate_up activations"]["sqnr_db"] > 20
@@ -114,6 +119,26 @@ def test_devices_are_advised_by_what_they_compute(device, words, model_dir):
     assert device == "b200" or set(result.plan.precisions.values()) == {"bf16"}
 
 
+def test_blocks_that_no_kernel_trains_as_planned_are_counted(model_dir):
+    groups = block_groups(AutoModelForCausalLM.from_pretrained(model_dir))
+    mixed = {"model.layers.0.mlp": "bf16", "model.layers.1.mlp": "mxfp8"}
+    for device, precision, reason in (("trn3", "bf16", "for Trn2 only"), ("trn2", "mxfp8", "run on Trn3 only")):
+        (words,) = without_kernels(groups, mixed, device)
+        assert words.startswith(f"No documented kernel trains 1 block of the plan in {precision} on {device}: ")
+        assert reason in words
+    assert without_kernels(groups, dict.fromkeys(mixed, "mxfp8"), "trn3") == []
+    assert without_kernels(groups, mixed, "h100") == []
+    result = explore(model_dir, TEXT, Options(tokens=256, length=64, verify=0, budget="1e-9%"))
+    assert any("No documented kernel trains" in line for line in result.advice)
+
+
+def test_experts_tokens_are_counted_with_a_row_s_last(tmp_path):
+    """Every expert of a Mixtral of 4 gets half of a step's tokens on average."""
+    result = explore(checkpoint(tmp_path / "mixtral", "mixtral"), TEXT, Options(tokens=256, length=64, verify=0))
+    assert any(line.startswith("Each expert gets 4,096 of a step's 8,192 tokens") for line in result.advice)
+    assert "Its blocks of 512 rows are 100 % full." in result.advice
+
+
 def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeypatch, capsys):
     plan = tmp_path / "plan.yaml"
     plan.write_text('"*": mxfp8\nmodel.layers.1.mlp: bf16\n')
@@ -142,6 +167,7 @@ def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeyp
         (["-o", "."], "got a folder", 4),
         (["--plan", "same", "-o", "same"], "got two things to write there", 4),
         (["--fold", "same", "-o", "same"], "got two things to write there", 4),
+        (["--formats", "mxfp8,mxfp4", "--plan", "p.yaml", "-o", "p-convert.yaml"], "got two things to write there", 4),
         (["--plan", "nowhere/plan.yaml"], "no folder", 4),
         (["--fold", "."], "fold must be a folder that does not exist", 4),
     ],

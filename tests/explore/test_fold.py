@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.errors import UnsupportedModelError
-from hf_neuron_moe.explore.explain import FOLD, Outlier, Reason, reason_of
+from hf_neuron_moe.explore.explain import FOLD, KEEP_BF16, Outlier, Reason, reason_of
 from hf_neuron_moe.explore.fold import fold
 from hf_neuron_moe.explore.measure import Pass
 from hf_neuron_moe.explore.measures import Measures
 from hf_neuron_moe.explore.run import Options, explore
 from tests.explore.models import TEXT, checkpoint, loaded, plant_in_down, plant_in_input, planted
+from tests.tiny_models import tiny_model
 
 CASES = [("llama", plant_in_down), ("llama", plant_in_input), ("mixtral", plant_in_input)]
 
@@ -43,6 +44,35 @@ def test_a_planted_channel_is_named_and_folded_away(family: str, plant: Any, pow
     assert done.power == -round(math.log2(outlier.ratio))
     assert torch.equal(model(input_ids=row_L[None]).logits, before)
     assert all(reason.remedy_kind != FOLD for reason in reasons(model, row_L).values())
+
+
+@pytest.mark.parametrize("product", ["gate_up", "down"])
+def test_experts_without_a_gate_have_words_and_remedies_of_their_own(product: str, tmp_path: Path) -> None:
+    """A channel of up's input folds into the norm; one of down's does not, because up is squared before it."""
+    model: Any = tiny_model("nemotron_h")
+    norm, mixer = model.model.layers[0].norm, model.model.layers[0].mixer
+    with torch.no_grad():
+        if product == "gate_up":
+            norm.weight[5] *= 2.0**20
+            for weight in (mixer.gate.weight, mixer.experts.up_proj, mixer.shared_experts.up_proj.weight):
+                weight[..., 5] *= 2.0**-20
+        else:
+            mixer.experts.up_proj[:, 5] *= 2.0**10
+            mixer.experts.down_proj[:, :, 5] *= 2.0**-20
+    model.save_pretrained(tmp_path)
+    model, row_L = loaded(tmp_path), torch.randint(3, 60, (64,))
+    reason = reasons(model, row_L)["model.layers.0.mixer.experts"]
+    assert reason.text.startswith(f"{'up' if product == 'gate_up' else 'down'}_proj input of layer 0, expert")
+    assert reason.outlier is not None and (reason.outlier.product, reason.outlier.channel) == (product, 5)
+    assert reason.remedy_kind == (FOLD if product == "gate_up" else KEEP_BF16)
+    before = model(input_ids=row_L[None]).logits
+    if product == "down":
+        with pytest.raises(UnsupportedModelError, match="a block whose gate multiplies up"):
+            fold(model, "model.layers.0.mixer.experts", reason.outliers, row_L)
+    else:
+        fold(model, "model.layers.0.mixer.experts", reason.outliers, row_L)
+        assert model.model.layers[0].norm.weight[5] < 2
+    assert torch.equal(model(input_ids=row_L[None]).logits, before)
 
 
 def test_a_model_without_outliers_has_nothing_to_fold(tmp_path: Path) -> None:
