@@ -13,7 +13,9 @@ from torch import nn
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.operator_registration import register_again
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
+from hf_neuron_moe.backends.torch.generation import holds_copies
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.modules.block import stock_slot
 from hf_neuron_moe.modules.engine import stock_class
 from hf_neuron_moe.patching.apply import PlanItem, Request, all_slots
@@ -187,6 +189,12 @@ def _entry(candidate: Candidate, status: str) -> PatchEntry:
     )
 
 
+def _quantized_bytes(item: PlanItem) -> int:
+    """Bytes of one block's weights as bf16 operands, contraction axes padded to whole MX groups."""
+    E, H, I = (size or 0 for size in item.candidate.sizes)  # noqa: E741
+    return 2 * (E or 1) * (item.candidate.gate.halves * I * padded_size(H) + H * padded_size(I))
+
+
 def _patched_entry(item: PlanItem) -> PatchEntry:
     config, support, listed = item.config, item.support, item.candidate.listed
     notes = (*item.candidate.part, *support.notes)
@@ -194,6 +202,7 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
         f"one of {listed} MLPs of a ModuleList: if these are experts, each is computed as a dense block, "
         "without the experts kernels and without routing replay"
     )
+    device = _device(item.candidate)
     return replace(
         _entry(item.candidate, PATCHED),
         precision=config.precision,
@@ -205,6 +214,7 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
         notes=(*notes, note) if listed else notes,
         kernel_sizes=support.kernel_sizes,
         products=get_backend(config.backend).describe_products(
-            config.precision, _device(item.candidate), block_shape(item.candidate, config.weights)
+            config.precision, device, block_shape(item.candidate, config.weights)
         ),
+        generation_bytes=_quantized_bytes(item) if holds_copies(config.backend, config.precision, device) else 0,
     )

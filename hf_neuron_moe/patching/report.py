@@ -49,6 +49,7 @@ class PatchEntry:
     precision: str | None = None  # the block's own; None where it is not patched
     one_by_one: str = ""  # the ModuleList that holds it, if all its modules are MLPs: experts of remote code
     gate: str | None = None  # how gate and up become the intermediate: `Gate.short`; None where it is not patched
+    generation_bytes: int = 0  # quantized copies of the weights that PyTorch makes for generation and keeps
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -70,7 +71,7 @@ class PatchEntry:
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as plain values, padding included."""
         values = asdict(self) | {"aliases": list(self.aliases), "notes": list(self.notes)}
-        del values["kernel_sizes"]
+        del values["kernel_sizes"], values["generation_bytes"]
         padded = self.padded_sizes
         values["padded_sizes"] = None if padded is None else list(padded)
         values["padding_overhead_percent"] = self.padding_overhead_percent
@@ -210,8 +211,7 @@ def _remarks(report: PatchReport) -> Iterator[str]:
     if products:
         used = [f"{name} ({count} block{'s' if count > 1 else ''})" for name, count in products.items()]
         yield f"PyTorch multiplies by {', '.join(used)}."
-    quantizing = [entry for entry in report.patched if entry.products and entry.precision == "mxfp8"]
-    if held := sum(map(_quantized_bytes, quantizing)):
+    if held := sum(entry.generation_bytes for entry in report.patched):
         yield (
             f"Generation holds quantized copies of the weights: {held / 2**20:.1f} MiB, made by the first call in "
             "evaluation mode without gradients, dropped when the weights change or training goes on."
@@ -261,9 +261,3 @@ def _saved_remarks(report: PatchReport) -> Iterator[str]:
                 f"On top, per call: {fixed:,.0f} KiB of blocks that the worst routing could fill; so at {_TOKENS:,} "
                 f"tokens {total + fixed / _TOKENS:.2f} KiB per token"
             )
-
-
-def _quantized_bytes(entry: PatchEntry) -> int:
-    """Bytes of one block's weights as bf16 operands, contraction axes padded to whole MX groups."""
-    hidden, inner = entry.hidden_size or 0, entry.intermediate_size or 0
-    return 2 * (entry.experts or 1) * (2 * inner * padded_size(hidden) + hidden * padded_size(inner))

@@ -19,7 +19,7 @@ from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, Routing, Wants
-from hf_neuron_moe.backends.torch import backend, compute, device_products
+from hf_neuron_moe.backends.torch import backend, compute, device_products, generation
 from hf_neuron_moe.backends.torch.device_quantize import quantize_, quantize_rows_
 from hf_neuron_moe.backends.torch.device_runs import sort_on_device
 from hf_neuron_moe.backends.torch.experts import sort_pairs
@@ -354,3 +354,20 @@ def test_a_patched_model_trains_as_with_tiles(name: str) -> None:
         assert (mine.grad is None) == (theirs.grad is None), key
         if mine.grad is not None and theirs.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_report_names_copies_for_generation_only_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(family: str, backend: str = "torch", precision: str = "mxfp8") -> list[int]:
+        report = patch_model(tiny_model(family), {"precision": precision, "backend": backend})
+        assert ("Generation holds quantized copies" in str(report)) == any(e.generation_bytes for e in report.patched)
+        return [entry.generation_bytes for entry in report.patched if entry.kind == "experts"]
+
+    assert held("mixtral") == [2 * 4 * (2 * 48 + 32) * 128] * 2  # contraction axes of 128
+    assert held("nemotron_h") == [2 * 4 * (24 + 32) * 128] * 2, "up alone"
+    assert held("mixtral", "torch-grouped") == held("mixtral", precision="bf16") == [0, 0]
+    for variable, value in ((compute.GROUPED, "1"), (generation.OPTION, "0")):
+        with monkeypatch.context() as changed:
+            changed.setenv(variable, value)
+            compute.environment_option.cache_clear()
+            assert held("mixtral") == [0, 0], variable
+        compute.environment_option.cache_clear()

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.prepared import PreparedWeights
 from hf_neuron_moe.backends.spec import FFNWeights
-from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, call_scratch, environment_option, operands_in_bf16
+from hf_neuron_moe.backends.torch.compute import (
+    bf16_matmul_is_fast,
+    call_scratch,
+    environment_option,
+    never_waits,
+    operands_in_bf16,
+)
 from hf_neuron_moe.backends.torch.cpu.decode import MOST_ROWS
 from hf_neuron_moe.backends.torch.experts import ExpertStack, Rows, split_gate_up
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
@@ -36,6 +42,12 @@ _ROWS = 1 << 18  # elements that are quantized at a time
 def generation_copies() -> PreparedWeights:
     """Return the copies of this process."""
     return PreparedWeights()
+
+
+def holds_copies(backend: str, precision: str, device: torch.device) -> bool:
+    """Whether calls without gradients make copies at all; not where all experts are computed at once on every call."""
+    here = backend == "torch" and precision == "mxfp8" and not never_waits(device)
+    return here and environment_option(OPTION, "1", "0") == "1"
 
 
 def suits(precision: str, rows: int, weight: Tensor) -> bool:
