@@ -116,6 +116,8 @@ class NeuronMoEArguments:
         for name in ("neuron_include", "neuron_exclude"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
+        if self.neuron_guard in (False, "no"):  # what YAML makes of off
+            self.neuron_guard = "off"
         for name, holds, expected in _RULES:
             value = getattr(self, name)
             if not holds(value):

@@ -142,3 +142,12 @@ def test_policy_objects_become_plain_since_the_trainer_writes_its_arguments_as_j
         args = NeuronMoETrainingArguments(str(tmp_path), neuron_activations=given)
         assert json.loads(args.to_json_string())["neuron_activations"] == given.to_dict()
         assert args.neuron_config().activations == given
+
+
+@pytest.mark.parametrize("text", ["neuron_guard: off", "neuron_guard: 'off'", "neuron_guard: no"])
+def test_the_guard_s_off_is_a_word_in_yaml_too(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"output_dir: {tmp_path}\nuse_cpu: true\n{text}\n")
+    (arguments,) = HfArgumentParser(NeuronMoETrainingArguments).parse_yaml_file(str(tmp_path / "a.yaml"))
+    assert arguments.neuron_guard == "off"
+    with refused(ConfigError, "neuron_guard", "one of off, warn, stop"):
+        NeuronMoEArguments(neuron_guard=True)
