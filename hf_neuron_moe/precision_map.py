@@ -122,6 +122,8 @@ def _checked(argument: str, value: object, allowed: tuple[str, ...]) -> str:
     hint = nearest(_SHORT_NAMES.get(name, name), list(allowed))
     if name == "mxfp4" and name not in allowed:
         hint = " mxfp4 is for converted checkpoints only: `hf-neuron-moe convert --precision mxfp4`."
+    if name.endswith((".yaml", ".yml", ".json")):
+        hint = " Pass what yaml.safe_load reads from the file."
     raise not_one_of(argument, value, allowed, hint)
 
 

@@ -27,6 +27,7 @@ from tests.refusals import refused
             r"these\. mxfp4 is for converted .*`hf-neuron-moe convert --precision mxfp4`",
         ),
         ({"precision": {"*": "bf16", "a": "mxfp4"}}, "precision['a']", "mxfp4 is for converted checkpoints only"),
+        ({"precision": "plan.yaml"}, "precision", r"Pass what yaml\.safe_load reads from the file\.$"),
         ({"precision": "MXFP8"}, "precision", "Did you mean 'mxfp8'"),
         ({"precision": "MXFP4"}, "precision", "mxfp4 is for converted checkpoints only"),
         ({"precision": "float32"}, "precision", "Did you mean 'fp32'"),

@@ -251,7 +251,7 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     where = options.scales or "compact"
     remedy = "Use --pad."
     if options.precision != "mxfp4":  # with which no kernel trains
-        remedy = "Use --pad, or --for training, whose operands need multiples of 32 only."
+        remedy = "Use --pad, or without mxfp4 --for training, whose operands need multiples of 32 only."
     for wrong, expected, got, fix in (
         (H % TILE, f"a multiple of {TILE} (hidden size)", H, remedy),
         (inner % MX_BLOCK, f"a multiple of {MX_BLOCK} (intermediate size of a rank)", inner, remedy),
