@@ -96,10 +96,10 @@ def explore(
         _show(result)
         typer.echo(f"Took {duration(watch.seconds)} and {in_words(watch.peak)} of memory.")
         folded = fold if result.folds else None
-        wrote = ((plan, "plan"), (second, "plan for convert"), (output, "page"), (folded, "folded checkpoint"))
-        for path, what in wrote:
-            if path is not None:
-                typer.echo(f"Wrote the {what} to {path}.")
+        wrote = {"plan": plan, "plan for convert": second, "page": output, "folded checkpoint": folded}
+        for what, file in wrote.items():
+            if file is not None:
+                typer.echo(f"Wrote the {what} to {file}.")
         for line in result.not_folded:
             typer.echo(line, err=True)
     if code is not DONE:
