@@ -19,6 +19,8 @@ from hf_neuron_moe.modules.structure import attribute_of, has_call_hooks
 MODULE = "a module"
 """What stands for an attribute that is a module, where only its presence matters."""
 _SCALARS = (int, float, bool, str, type(None))
+OVERRIDDEN = ("__call__", "__getattr__", "__getattribute__")
+"""Methods of modules with which a class may do anything at each call or at each look at an attribute."""
 FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
@@ -138,6 +140,6 @@ def code_of(called: object) -> Any:
     """Return what decides how `called` computes: a function itself, a module's class; else words that say why not."""
     if not isinstance(called, nn.Module):
         return called
-    own_call = type(called).__call__ is not nn.Module.__call__
-    changed = has_call_hooks(called) or "forward" in called.__dict__ or own_call
-    return f"a {type(called).__name__} with hooks or a forward of its own" if changed else type(called)
+    own = any(getattr(type(called), name) is not getattr(nn.Module, name) for name in OVERRIDDEN)
+    changed = has_call_hooks(called) or "forward" in called.__dict__ or own
+    return f"a {type(called).__name__} with hooks or methods of its own" if changed else type(called)

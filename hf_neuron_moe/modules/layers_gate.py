@@ -15,6 +15,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+    "squared_relu": lambda gate: F.relu(gate).square(),
 }
 """Of the activations that a forward calls by their own names."""
 

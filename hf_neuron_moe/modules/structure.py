@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -72,17 +74,25 @@ def _is_quick_gelu(activation: object) -> bool:
     return type(activation) in _named_classes("quick_gelu")
 
 
+_NOWHERE = object()
+
+
 def attribute_of(module: nn.Module, name: str) -> Any:
     """Return an attribute of `module` or, of a block that stands in for another module, of that one's class.
 
-    A property is returned itself: its value may depend on anything. Raises AttributeError where there is none.
+    A property or another descriptor is returned itself: its value may depend on anything. What the class has hides what
+    the instance registered, as in Python. Raises AttributeError where there is none.
     """
     if name in module.__dict__:
         return module.__dict__[name]
+    found = inspect.getattr_static(module.__dict__.get("neuron_stock_class", type(module)), name, _NOWHERE)
+    if found is not _NOWHERE:
+        method = MethodType(found, module) if isinstance(found, FunctionType) else found
+        return found.__func__ if isinstance(found, staticmethod) else method
     for held in (module._modules, module._parameters, module._buffers):
         if name in held:
             return held[name]
-    return getattr(module.__dict__.get("neuron_stock_class", type(module)), name)
+    raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
 
 
 class Recognized(NamedTuple):

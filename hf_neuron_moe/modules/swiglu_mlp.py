@@ -154,12 +154,17 @@ class NeuronSwiGLUMLP(NeuronBlock):
             raise ShapeError.about("hidden_states", expected, got, fix).named(self.neuron_name)
         result = self._compute(hidden_states)
         for step in roles.after:
-            held = self._parameters.get(step, self._attribute(step)) if isinstance(step, str) else step
+            held = self._step(step) if isinstance(step, str) else step
             if isinstance(held, Tensor):
                 result = result * held
                 continue
             result = held(result) if isinstance(held, nn.Module) else F.dropout(result, held, self.training)
         return result
+
+    def _step(self, name: str) -> Any:
+        """A dropout, a factor, or a probability, which may be an attribute of another object or of the class."""
+        held = self._parameters.get(name, self._attribute(name))
+        return constant_of(self, name) if held is None else held
 
     def _compute(self, hidden_states: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled() and type(hidden_states) is Tensor:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
-from hf_neuron_moe.modules.dense_roles import DenseRoles, constant_of
+from hf_neuron_moe.modules.dense_roles import OVERRIDDEN, DenseRoles, constant_of
 from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, stock_class
 from hf_neuron_moe.modules.experts_calls import SHARED, known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts, reasons_against_cut
@@ -235,8 +235,9 @@ def _instance_reasons(module: nn.Module) -> Iterator[str]:
         yield "its forward is overridden on the instance"
     if getattr(module, "_compiled_call_impl", None) is not None:
         yield "it is compiled (module.compile()) and would go on computing the stock code; compile it after patching"
-    if type(module).__call__ is not nn.Module.__call__:
-        yield f"its class {type(module).__name__} overrides __call__"
+    for method in OVERRIDDEN:
+        if getattr(type(module), method) is not getattr(nn.Module, method):
+            yield f"its class {type(module).__name__} overrides {method}"
     if hasattr(module, "parametrizations"):
         yield "it has parametrizations"
 

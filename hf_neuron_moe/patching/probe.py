@@ -110,27 +110,27 @@ def _dense_stand_in(
         children[root] = stand_in(getattr(module, root), {inner: layer}, {}) if inner else layer
     factors = {name: torch.ones(1) for name in roles.after if name in module._parameters}
     others = [name for name in roles.after if isinstance(name, str) and name not in factors]
-    numbers = {name: 0.0 for name in others if name not in module._modules}
+    numbers = [name for name in others if name not in module._modules]
     dropouts = {name: nn.Identity() for name in roles.after if name in module._modules}
     shell = stand_in(module, children={**children, **dropouts}, parameters=factors)
-    shell.__dict__.update(numbers)
-    for path, size in (*dict.fromkeys(roles.input_sizes, H).items(), (roles.half_size, I)):
+    sizes = dict.fromkeys(roles.input_sizes, H)
+    for path, value in (*sizes.items(), (roles.half_size, I), *dict.fromkeys(numbers, 0.0).items()):
         if isinstance(path, str):
-            _set_size(shell, path, size)
+            _set_number(shell, path, value)
     for part in shell.modules():
         part.training = training
     return shell
 
 
-def _set_size(shell: nn.Module, path: str, size: int) -> None:
-    """Make a stand-in's attribute the probe's size; an object on the way to it is copied before."""
+def _set_number(shell: nn.Module, path: str, value: float) -> None:
+    """Make a stand-in's attribute the probe's size or probability; an object on the way to it is copied before."""
     *way, name = path.split(".")
     holder: Any = shell
     for part in way:
         held = copy.copy(getattr(holder, part))
         holder.__dict__[part] = held
         holder = held
-    holder.__dict__[name] = size
+    holder.__dict__[name] = value
 
 
 def draw(generator: torch.Generator, *shape: int) -> Tensor:
@@ -198,10 +198,12 @@ def _compare(
 
 def _gradients(result: Tensor, learned: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Gradients of each group of rows' mean square, scaled so that no group outweighs the others."""
-    loss = torch.stack([(rows.square().mean() / rows.detach().square().mean()) for rows in result.split(T)]).sum()
+    squares = [rows.square().mean() for rows in result.split(T)]
+    loss = torch.stack([square / square.detach() for square in squares if square != 0]).sum()
     return torch.autograd.grad(loss, learned)
 
 
 def _deviation(one: Tensor, other: Tensor) -> float:
     """The largest difference relative to the largest value of both."""
-    return ((one - other).abs().max() / torch.maximum(one.abs().max(), other.abs().max())).item()
+    largest = torch.maximum(one.abs().max(), other.abs().max())
+    return ((one - other).abs().max() / largest).item() if largest != 0 else 0.0

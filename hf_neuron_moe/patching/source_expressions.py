@@ -30,6 +30,7 @@ from hf_neuron_moe.patching.source_values import (
     NotSwiGLU,
     bare,
     cast_kind,
+    is_torchs,
     line,
     product,
     storage,
@@ -179,7 +180,7 @@ class Expressions:
                 if found is not None and isinstance(function, ast.Attribute) and function.attr == f"{method}_":
                     self.overwrite(self.evaluate(function.value))
                 called = getattr(called, "_torchdynamo_inline", called)  # what torch.jit.script compiled
-                if found is None and isinstance(called, FunctionType) and not _is_torchs(called):
+                if found is None and isinstance(called, FunctionType) and not is_torchs(called):
                     found = self.follow(called, node, f"{called.__name__}()")
         if found is None:
             raise self.unknown("computes", node, unread=isinstance(node, ast.Call) and self.is_foreign(node.func))
@@ -189,7 +190,7 @@ class Expressions:
         """Whether the function of a call is neither a tensor's method nor PyTorch's, so that it may be a gate."""
         called = self.resolve(function)
         own = isinstance(function, ast.Attribute) and ast.unparse(function.value) == self.own
-        return own or (called is not None and not _is_torchs(called))
+        return own or (called is not None and not is_torchs(called))
 
     def own_call(self, name: str, node: ast.Call) -> Expression | None:
         """``self.<name>(...)``: a module or function of the instance, or a method of its class."""
@@ -216,7 +217,7 @@ class Expressions:
             if not alone or self.place:
                 raise
             self.notes.restore(earlier)
-            if not _is_torchs(type(held)):
+            if not is_torchs(type(held)):
                 self.notes.unread[name] = str(answer)
             return ("part", name, self.evaluate(node.args[0]))
 
@@ -234,10 +235,10 @@ class Expressions:
     def follow_held(self, name: str, held: object, node: ast.Call) -> Expression:
         """What a module without weights, or a function that the instance holds, computes by its source."""
         path = self.place + name
-        if isinstance(held, FunctionType) and not _is_torchs(held):
+        if isinstance(held, FunctionType) and not is_torchs(held):
             self.note_code(name, held)
             return self.follow(held, node, f"its {path}()")
-        if not isinstance(held, nn.Module) or _is_torchs(type(held)):
+        if not isinstance(held, nn.Module) or is_torchs(type(held)):
             raise self.unknown("computes", node, unread=True)
         title = f"its {path} ({type(held).__name__})"
         if next(held.parameters(), None) is not None or next(held.buffers(), None) is not None:
@@ -327,7 +328,3 @@ class Expressions:
         if known is None or any(isinstance(each, ast.Starred) for each in arguments[:1]):
             return None
         return known(self, arguments[0], arguments[1:], keywords)
-
-
-def _is_torchs(called: object) -> bool:
-    return (getattr(called, "__module__", None) or "torch").partition(".")[0] == "torch"

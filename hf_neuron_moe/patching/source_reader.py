@@ -56,11 +56,15 @@ class Reader(Expressions):
     def run(self, body: list[ast.stmt]) -> Expression | None:
         """Return what the statements return; None where they do not."""
         for statement in body:
+            if self.own in self.values:
+                raise self.unknown("reads attributes of another object in", statement)
             self.statement = statement.value if isinstance(statement, ast.Assign) else statement
             match statement:
                 case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
                     continue
-                case ast.Assert(test=test) | ast.If(test=test, body=[ast.Raise()], orelse=[]) if changes_nothing(test):
+                case ast.Assert(test=test) | ast.If(test=test, body=[ast.Raise()], orelse=[]) if changes_nothing(
+                    self, test
+                ):
                     continue
                 case ast.Delete(targets=targets) if all(isinstance(each, ast.Name) for each in targets):
                     for each in targets:
@@ -76,7 +80,7 @@ class Reader(Expressions):
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
                     self.values[first], self.values[second] = self.two(value)
                 case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]) if (
-                    self.casts_for_layer(name, value) and changes_nothing(test)
+                    self.casts_for_layer(name, value) and changes_nothing(self, test)
                 ):
                     continue
                 case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
@@ -126,6 +130,6 @@ class Reader(Expressions):
     def only_watches(self, item: ast.withitem) -> bool:
         """Whether a context changes no tensor."""
         match item:
-            case ast.withitem(ast.Call(function, arguments, [])):
-                return self.resolve(function) in _WATCHING and all(map(changes_nothing, arguments))
+            case ast.withitem(ast.Call(function, arguments, []), None):
+                return self.resolve(function) in _WATCHING and all(changes_nothing(self, each) for each in arguments)
         return False

@@ -80,7 +80,13 @@ def storage(value: Expression, module: nn.Module | None) -> Expression:
         if value[0] == "part" and module is not None and type(module._modules.get(value[1])) is nn.Linear:
             break
         value = value[1] if value[0] in ("cast", "half", "stripe") else value[2]
-    return INPUT if value == ROWS else value
+    return _computed_from(value, INPUT)
+
+
+def _computed_from(value: Any, leading: Expression) -> Any:
+    if value in (INPUT, ROWS):
+        return leading
+    return tuple(_computed_from(part, leading) for part in value) if isinstance(value, tuple) else value
 
 
 def is_joined(value: Expression) -> bool:
@@ -101,13 +107,7 @@ def with_leading(value: Expression, leading: Expression) -> Expression:
 
     Not of a module in front of the layers, which may mix rows: both layers then read a result of their own, see `same`.
     """
-
-    def changed(part: Any) -> Any:
-        if part in (INPUT, ROWS):
-            return leading
-        return tuple(map(changed, part)) if isinstance(part, tuple) else part
-
-    found: Expression = value if is_joined(value) is (leading == ROWS) else changed(value)
+    found: Expression = value if is_joined(value) is (leading == ROWS) else _computed_from(value, leading)
     return found
 
 
@@ -150,12 +150,20 @@ def line(node: ast.AST) -> str:
 _LOOKING = {"isinstance", "len", "dim", "size", "numel", "is_contiguous", "isfinite", "isnan", "isinf", "any", "all"}
 
 
-def changes_nothing(test: ast.expr) -> bool:
+def changes_nothing(read: Reading, test: ast.expr) -> bool:
     """Whether evaluating a condition assigns nothing, and calls only functions that look at a tensor."""
     calls = [each.func for each in ast.walk(test) if isinstance(each, ast.Call)]
     assigns = any(isinstance(each, ast.NamedExpr) for each in ast.walk(test))
     names = {each.attr if isinstance(each, ast.Attribute) else ast.unparse(each) for each in calls}
-    return not assigns and names <= _LOOKING
+    # Methods of the instance and functions of the program may have such names too.
+    others = {f"{read.constants.own}.{name}" for name in _LOOKING} & set(map(ast.unparse, calls))
+    foreign = others or not all(is_torchs(read.constants.resolve(each)) for each in calls)
+    return not assigns and names <= _LOOKING and not foreign
+
+
+def is_torchs(called: object) -> bool:
+    """Whether an object is PyTorch's, or None, for which a tensor's methods and Python's own functions are resolved."""
+    return (getattr(called, "__module__", None) or "torch").partition(".")[0] == "torch"
 
 
 NO_CONSTANT = object()

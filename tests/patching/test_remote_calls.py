@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
+from transformers.activations import ACT2FN
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.gate import Gate
@@ -186,6 +188,36 @@ class TrainingDropoutMLP(BaseMLP):
         return y
 
 
+class HiddenByClassMLP(BaseMLP):
+    """Python finds the value of the class before the child of the same name."""
+
+    norm = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        if self.norm is None:
+            g = g.clamp(max=2.0)
+        return self.d(self.act(g) * self.u(x))
+
+
+class ClassDropoutMLP(BaseMLP):
+    p = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.d(self.act(self.g(x)) * self.u(x)), self.p, self.training)
+
+
+class Settings:
+    """Plain values."""
+
+    p = 0.5
+
+
+class PathDropoutMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.d(self.act(self.g(x)) * self.u(x)), self.settings.p, self.training)
+
+
 ACCEPTED = [
     (GateModuleMLP(fused=True, bias=True, glu=SwiGLU()), Gate()),
     (TwoArgumentsMLP(glu=GLUActivation(nn.GELU(), 3.0)), Gate("gelu", up_max=3.0)),
@@ -204,6 +236,8 @@ ACCEPTED = [
     (StatementsMLP(), Gate()),
     (ReturningContextMLP(), Gate()),
     (TrainingDropoutMLP(drop=nn.Dropout(0.0), p=0.2, bias=True), Gate()),
+    (HiddenByClassMLP(norm=nn.Identity()), Gate(gate_max=2.0)),
+    (TwoArgumentsMLP(glu=GLUActivation(ACT2FN["relu2"])), Gate("squared_relu", up_max=2.0)),
 ]
 
 
@@ -211,6 +245,32 @@ ACCEPTED = [
 @pytest.mark.parametrize(("block", "gate"), ACCEPTED, ids=[f"{type(b).__name__} {g.text}" for b, g in ACCEPTED])
 def test_what_a_forward_calls_is_read_with_it(block: nn.Module, gate: Gate, home: str) -> None:
     test_gate_sources.test_a_source_is_read_as_its_gate_and_computes_the_same(block, gate, home)
+
+
+@pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize(
+    "block", [ClassDropoutMLP(), PathDropoutMLP(settings=Settings())], ids=lambda b: type(b).__name__
+)
+def test_a_dropout_by_an_attribute_of_the_class_or_of_an_object(block: nn.Module, home: str) -> None:
+    stock, model = copy.deepcopy(block), nn.ModuleDict({"mlp": copy.deepcopy(block)})
+    patch_model(model, {"precision": "fp32", "weights": home})
+    x = torch.randn(2, 3, H)
+    for training in (True, False):
+        results = []
+        for each in (stock, model["mlp"]):
+            torch.manual_seed(1)
+            results.append(each.train(training)(x))
+        assert bool((results[0] == 0).any()) is training
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.filterwarnings("ignore:mlp. d is a linear layer with hooks")
+def test_a_gate_of_a_module_by_layers() -> None:
+    stock = TwoArgumentsMLP(glu=GLUActivation(ACT2FN["relu2"]))
+    model, x = nn.ModuleDict({"mlp": copy.deepcopy(stock)}), torch.randn(2, 3, H)
+    patch_model(model, {"precision": "fp32"})
+    model["mlp"].d.register_forward_hook(lambda *_: None)
+    assert torch.equal(model["mlp"](x), stock(x))
 
 
 class TanhGLU(nn.Module):
@@ -307,6 +367,96 @@ def closed_over(F: Any) -> Callable[..., Any]:
     return inner
 
 
+def changing_rows(z: Tensor) -> Tensor:
+    """The same by a view."""
+    rows = z.flatten(0, -2)
+    rows.clamp_(max=1e3)
+    return z
+
+
+class ChangingRowsMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        _ = changing_rows(g)
+        return self.d(self.act(g) * self.u(x))
+
+
+class ContextNameMLP(BaseMLP):
+    """The context's name gets another value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        limited = g.clamp(max=1e3)
+        with nullcontext(limited) as g:
+            return self.d(self.act(g) * self.u(x))
+
+
+class OtherSelfMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        self = self.inner
+        return self.d(self.act(self.g(x)) * self.u(x))
+
+
+class BoundMethodMLP(BaseMLP):
+    """The variable is a method, which has its first argument already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = self._act
+        return self.d(act(self.g(x)) * self.u(x))
+
+    def _act(self, x: Any = None) -> Any:
+        return F.silu(self) if x is None else F.silu(x.clamp(max=1e3))  # type: ignore[arg-type]
+
+
+class Changing:
+    """An attribute that the class and its instances have different values of."""
+
+    def __get__(self, instance: object, owner: object) -> float:
+        return 1e9 if instance is None else 1e3
+
+
+class DescriptorMLP(BaseMLP):
+    limit = Changing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.act(self.g(x).clamp(max=self.limit)) * self.u(x))
+
+
+class GetattrMethodMLP(BaseMLP):
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return found if name != "g" else lambda x: found(x).clamp(max=1e3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.act(self.g(x)) * self.u(x))
+
+
+class LookedUpGLU(SwiGLU):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+def isfinite(x: Tensor) -> Tensor:
+    return x.clamp_(max=1e3)
+
+
+class NamesakeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        assert isfinite(g) is not None
+        return self.d(self.act(g) * self.u(x))
+
+
+class NamesakeMethodMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        assert self.dim(g)
+        return self.d(self.act(g) * self.u(x))
+
+    def dim(self, x: Tensor) -> int:
+        return x.clamp_(max=1e3).dim()
+
+
 class ClassMethodMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.d(self._gate(self.gu(x)))
@@ -375,12 +525,12 @@ class OtherInlineMLP(BaseMLP):
 REFUSED = [
     (GateModuleMLP(fused=True, glu=TanhGLU()), r"; not read: its glu \(TanhGLU\) computes `torch\.tanh\(a\)`"),
     (GateModuleMLP(fused=True, glu=LearnedGLU()), r"its glu \(LearnedGLU\) has weights of its own"),
-    (GateModuleMLP(fused=True, glu=CallGLU()), "its glu is a CallGLU with hooks or a forward of its own"),
+    (GateModuleMLP(fused=True, glu=CallGLU()), "its glu is a CallGLU with hooks or methods of its own"),
     (GateModuleMLP(fused=True, glu=TrainingGLU()), r"its glu \(TrainingGLU\) has the statement `b if self\.training"),
     (hidden_module(), r"its act\(\) computes `torch\.tanh\(x\)`"),
     (NumbersMLP(), r"a factor of 2"),
     (GateModuleMLP(fused=True, glu=SameHalfGLU()), r"not down\(act\(gate"),
-    (GateModuleMLP(fused=True, glu=overridden()), "its glu is a SwiGLU with hooks or a forward of its own"),
+    (GateModuleMLP(fused=True, glu=overridden()), "its glu is a SwiGLU with hooks or methods of its own"),
     (GateModuleMLP(fused=True, glu=hooked(glu := SwiGLU(), glu)), "its glu is a SwiGLU with hooks"),
     (TwoArgumentsMLP(glu=hooked(GLUActivation(act := nn.SiLU()), act)), "its glu.act is a SiLU with hooks"),
     (TwoArgumentsMLP(glu=GLUActivation(nn.Mish())), r"its glu \(GLUActivation\) computes `self\.act\(gate\)`"),
@@ -406,6 +556,15 @@ REFUSED = [
     (TrainingDropoutMLP(drop=nn.Dropout(0.1), p=0.0), r"it has dropout, .*: drop with p=0\.1"),
     (AutocastMLP(), r"has the statement `with torch\.autocast"),
     (NoGradMLP(), r"has the statement `with torch\.no_grad\(\)"),
+    (ChangingRowsMLP(), r"changing_rows\(\) may change its input in place: `rows\.clamp_\(max=1000\.0\)`"),
+    (ContextNameMLP(), r"has the statement `with nullcontext\(limited\) as g"),
+    (OtherSelfMLP(inner=nn.Identity()), r"reads attributes of another object in `return self\.d"),
+    (BoundMethodMLP(), r"its forward computes `self\._act`"),
+    (DescriptorMLP(), r"its forward computes `self\.g\(x\)\.clamp\(max=self\.limit\)`"),
+    (GetattrMethodMLP(), "its class GetattrMethodMLP overrides __getattr__"),
+    (GateModuleMLP(fused=True, glu=LookedUpGLU()), "its glu is a LookedUpGLU with hooks or methods of its own"),
+    (NamesakeMLP(), r"has the statement `assert isfinite\(g\)"),
+    (NamesakeMethodMLP(), r"has the statement `assert self\.dim\(g\)`"),
     (AssertingMLP(), r"has the statement `assert g\.clamp_"),
     (FailingMLP(), "does not run on a small example: AssertionError"),
     (DeletedMLP(), "computes `u`"),

@@ -294,7 +294,27 @@ class SelectOtherMLP(BaseMLP):
         return self.d(F.silu(z.select(-1, 0)) * z.select(-1, 1))
 
 
+class ChangedRowsMLP(BaseMLP):
+    """The rows are the same memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        rows = g.flatten(0, -2)
+        rows.clamp_(max=1e3)
+        return self.d(self.act(g) * self.u(x))
+
+
+class ChangedHalvesMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gu(x)
+        both = z.view(-1, 2, self.size)
+        z.clamp_(max=1e3)
+        return self.d(self.act(both[:, 0]) * both[:, 1]).view(x.shape)
+
+
 REFUSED = [
+    (ChangedRowsMLP(), "its forward computes `g`"),
+    (ChangedHalvesMLP(fused=True), r"its forward computes `both\[:, 0\]`"),
     (StillJoinedMLP(), "with the leading dimensions joined, not with its input's shape"),
     (ExchangedMLP(), r"\.view\(s, b, h\)`"),
     (OtherRowsMLP(), r"computes `x\.view\(-1, 4\)`"),
