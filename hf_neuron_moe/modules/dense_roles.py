@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.structure import attribute_of, has_call_hooks
+from hf_neuron_moe.modules.structure import attribute_of, gate_of, has_call_hooks
 
 MODULE = "a module"
 """What stands for an attribute that is a module, where only its presence matters."""
+EMPTY = ""
+"""The same for one that a condition finds false: a list of no modules."""
 _SCALARS = (int, float, bool, str, type(None))
 OVERRIDDEN = ("__call__", "__getattr__", "__getattribute__")
 """Methods of modules with which a class may do anything at each call or at each look at an attribute."""
@@ -130,16 +132,21 @@ def constant_of(module: nn.Module, path: str) -> Any:
     if path.endswith("()"):
         return code_of(holder)
     if isinstance(holder, nn.Module):
-        return MODULE
+        return MODULE if bool(holder) else EMPTY
     if type(holder) not in (*_SCALARS, *FUNCTIONS):
         raise AttributeError(f"{path} is no plain value")
     return holder
 
 
 def code_of(called: object) -> Any:
-    """Return what decides how `called` computes: a function itself, a module's class; else words that say why not."""
+    """Return what decides how `called` computes: a function itself, an activation's gate, another module's class.
+
+    Of a module that may compute something else these are words that say why.
+    """
     if not isinstance(called, nn.Module):
         return called
     own = any(getattr(type(called), name) is not getattr(nn.Module, name) for name in OVERRIDDEN)
     changed = has_call_hooks(called) or "forward" in called.__dict__ or own
-    return f"a {type(called).__name__} with hooks or methods of its own" if changed else type(called)
+    if changed:
+        return f"a {type(called).__name__} with hooks or methods of its own"
+    return gate_of(called) or type(called)

@@ -200,6 +200,16 @@ class HiddenByClassMLP(BaseMLP):
         return self.d(self.act(g) * self.u(x))
 
 
+class ListMLP(BaseMLP):
+    """An empty list is false."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        if self.more is not None and not self.more:
+            g = g.clamp(max=2.0)
+        return self.d(self.act(g) * self.u(x))
+
+
 class ClassDropoutMLP(BaseMLP):
     p = 0.5
 
@@ -236,6 +246,8 @@ ACCEPTED = [
     (StatementsMLP(), Gate()),
     (ReturningContextMLP(), Gate()),
     (TrainingDropoutMLP(drop=nn.Dropout(0.0), p=0.2, bias=True), Gate()),
+    (ListMLP(more=nn.ModuleList()), Gate(gate_max=2.0)),
+    (ListMLP(more=nn.ModuleList([nn.Identity()])), Gate()),
     (HiddenByClassMLP(norm=nn.Identity()), Gate(gate_max=2.0)),
     (TwoArgumentsMLP(glu=GLUActivation(ACT2FN["relu2"])), Gate("squared_relu", up_max=2.0)),
 ]
@@ -624,6 +636,9 @@ def test_a_gate_that_is_replaced_or_hooked_later_is_an_error(home: str) -> None:
     ):
         with refused(UnsupportedModelError, path, where=name):
             model[name](x)
+    model["inner"].glu.act = nn.GELU()
+    with refused(UnsupportedModelError, "glu.act()", got="Gate(act='gelu'", where="inner"):
+        model["inner"](x)
     model["inner"].glu.act = nn.SiLU()
     model["inner"](x)
     model["inner"].glu.limit = 1.0

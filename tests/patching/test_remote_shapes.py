@@ -314,7 +314,7 @@ class ChangedHalvesMLP(BaseMLP):
 
 REFUSED = [
     (ChangedRowsMLP(), "its forward computes `g`"),
-    (ChangedHalvesMLP(fused=True), r"its forward computes `both\[:, 0\]`"),
+    (ChangedHalvesMLP(fused=True), "its forward computes `both`"),
     (StillJoinedMLP(), "with the leading dimensions joined, not with its input's shape"),
     (ExchangedMLP(), r"\.view\(s, b, h\)`"),
     (OtherRowsMLP(), r"computes `x\.view\(-1, 4\)`"),
