@@ -21,6 +21,7 @@ from hf_neuron_moe.formats.moe_mx import TILE, from_groups, to_groups
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.collectives import sum_gradients, sum_results
+from hf_neuron_moe.modules.dense_checks import check_arguments, check_attributes, check_rank
 from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.experts import called
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY
@@ -222,10 +223,15 @@ class QuantizedSwiGLUMLP(QuantizedBlock):
     """``down(silu(gate(x)) * up(x))`` with ``gate_up_proj.weight`` and ``down_proj.weight`` as MX codes."""
 
     weight_suffix = ".weight"
+    neuron_roles: DenseRoles
     neuron_group: Any = None  # the processes among which I is divided
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *unused: object, **unused_by_name: object) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
+        if unused or unused_by_name:
+            check_arguments(self, self.neuron_roles, unused, unused_by_name)
+        check_attributes(self, self.neuron_roles, layers=False)
+        check_rank(self, self.neuron_roles, hidden_states)
         x_SH, group = hidden_states.reshape(-1, hidden_states.shape[-1]), self.neuron_group
         y_SH = self._compute(x_SH if group is None else sum_gradients(x_SH, group), None, None)
         return (y_SH if group is None else sum_results(y_SH, group)).reshape(hidden_states.shape)

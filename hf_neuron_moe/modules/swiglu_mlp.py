@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from hf_neuron_moe.backends import drop_weight_copies
 from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning, ShapeError, UnsupportedModelError, with_article
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.dense_checks import check_arguments, check_attributes, check_rank
 from hf_neuron_moe.modules.dense_roles import DenseRoles, constant_of
 from hf_neuron_moe.modules.dense_watch import Watch
 from hf_neuron_moe.modules.layers_gate import gate_by_layers
@@ -38,7 +39,6 @@ from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.structure import (
     has_call_hooks,
-    is_inert,
     unsupported_activation,
     unsupported_reason_plain_linear,
 )
@@ -138,33 +138,22 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def forward(self, hidden_states: Tensor, *unused: object, **unused_by_name: object) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
         if unused or unused_by_name:
-            self._check_arguments(unused, unused_by_name)
+            check_arguments(self, self.neuron_roles, unused, unused_by_name)
         if not self.neuron_surrounded:
             return self._compute(hidden_states)
         roles = self.neuron_roles
-        if self.training and roles.inert:
-            self._check_inert()
-        if roles.constants:
-            self._check_constants()
+        check_attributes(self, roles, layers=not self.neuron_rules)
         for name in roles.before:
             hidden_states = self._attribute(name)(hidden_states)
-        if roles.rank not in (None, hidden_states.dim()):
-            fix = "The original forward counts dimensions from the first: pass a tensor with that many, or unpatch it."
-            expected, got = f"a tensor with {roles.rank} dimensions", str(hidden_states.dim())
-            raise ShapeError.about("hidden_states", expected, got, fix).named(self.neuron_name)
+        check_rank(self, roles, hidden_states)
         result = self._compute(hidden_states)
         for step in roles.after:
-            held = self._step(step) if isinstance(step, str) else step
+            held = _step(self, step) if isinstance(step, str) else step
             if isinstance(held, Tensor):
                 result = result * held
                 continue
             result = held(result) if isinstance(held, nn.Module) else F.dropout(result, held, self.training)
         return result
-
-    def _step(self, name: str) -> Any:
-        """A dropout, a factor, or a probability, which may be an attribute of another object or of the class."""
-        held = self._parameters.get(name, self._attribute(name))
-        return constant_of(self, name) if held is None else held
 
     def _compute(self, hidden_states: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled() and type(hidden_states) is Tensor:
@@ -196,41 +185,6 @@ class NeuronSwiGLUMLP(NeuronBlock):
         else:
             out_SH = ops.swiglu_mlp(x_SH, *weights[:3], biases=weights[3:], **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
-
-    def _check_arguments(self, unused: tuple[Any, ...], unused_by_name: dict[str, Any]) -> None:
-        """Raise for arguments that forward does not have, and for other values of those that decide what it does."""
-        if not self.neuron_roles.extra_arguments:
-            raise TypeError(f"{self.neuron_name}: forward takes hidden_states only")
-        for name, place, default in self.neuron_roles.fixed_arguments:
-            by_place = unused[place] if place is not None and place < len(unused) else default
-            now = unused_by_name.get(name, by_place)
-            if now is not default and not (type(now) is type(default) and now == default):
-                fix = "The patched block computes the branch of the default: unpatch the model for another one."
-                got = repr(now) if type(now) in (int, float, str, bool) else with_article(type(now).__name__)
-                raise UnsupportedModelError.about(name, repr(default), got, fix).named(self.neuron_name)
-
-    def _check_constants(self) -> None:
-        """Raise where an attribute has another value than when it decided what forward computes."""
-        for path, value in self.neuron_roles.constants:
-            if not self._has_attribute(path):
-                continue
-            now = constant_of(self, path)
-            if now != value:
-                fix = "The block computes what this said when it was patched: unpatch the model before changing it."
-                expected = f"{value!r}, as when the block was patched"
-                raise UnsupportedModelError.about(path, expected, repr(now), fix).named(self.neuron_name)
-
-    def _has_attribute(self, path: str) -> bool:
-        """Whether the block still has what holds the attribute; in kernel layout linear layers are gone."""
-        return True
-
-    def _check_inert(self) -> None:
-        for name in self.neuron_roles.inert:
-            now = self._attribute(name)
-            if not is_inert(now):
-                expected = "a dropout of 0 without hooks, as when the block was patched"
-                fix = "The kernels have no dropout: unpatch the model before changing it."
-                raise UnsupportedModelError.about(name, expected, repr(now), fix).named(self.neuron_name)
 
     def _note_merged(self) -> None:
         """Drop weight copies after a (un)merge of adapters: peft changes ``.data``, which no version counter shows."""
@@ -277,6 +231,12 @@ class NeuronSwiGLUMLP(NeuronBlock):
         return result
 
 
+def _step(block: NeuronBlock, name: str) -> Any:
+    """A dropout, a factor, or a probability, which may be an attribute of another object or of the class."""
+    held: Any = {**block._parameters, **block._modules}.get(name)
+    return constant_of(block, name) if held is None else held
+
+
 class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
     """A dense MLP that owns ``gate_up_proj [2I, H]``, ``down_proj [H, I]`` and biases, with a stock state_dict."""
 
@@ -297,9 +257,6 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
     def _unsupported_reason_fused(self) -> str | None:
         self._check_activation(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
         return None
-
-    def _has_attribute(self, path: str) -> bool:
-        return path.partition(".")[0] not in self.neuron_roles.roots
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.refuse_adapters(prefix[:-1])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -13,10 +15,12 @@ from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.backends.mx_weights import MXLayout
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.errors import ShapeError, UnsupportedModelError
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.discovery import discover
 from tests.backends.test_quantized_network import store
 from tests.convert.test_every_family import made, opened, output
+from tests.refusals import refused
 
 BIASED = ("llama_biased", "moonshine", "dinov2")  # its rows of up first, or both in one tensor of the files
 FAMILIES = ("gemma3", "muse_spark", "llama4", "longcat_flash", "dbrx", "jetmoe", "nemotron_h", *BIASED)
@@ -57,24 +61,71 @@ def test_codes_next_to_bf16_blocks(family: str, glob: str, tmp_path: Path) -> No
     assert torch.equal(output(model), output(stock))
 
 
+def quantized(mlp: nn.Module) -> QuantizedSwiGLUMLP:
+    """The block of an MLP's MX codes."""
+    (candidate,) = discover(nn.ModuleDict({"mlp": mlp}))
+    assert candidate.roles is not None, candidate.reason
+    gate, up, down = (mlp.get_submodule(name) for name in candidate.roles.linears)
+    weights = torch.cat([gate.weight, up.weight]), down.weight
+    stored = [tensor for weight in weights for tensor in store(weight.detach(), "natural", "compact")]
+    tensors = dict(zip(QuantizedSwiGLUMLP.tensor_names(), stored, strict=True))
+    tensors |= {name: mlp.get_parameter(name).detach().clone() for name in candidate.roles.biases}
+    layouts = dict.fromkeys(("gate_up_proj", "down_proj"), MXLayout())
+    config = NeuronMoEConfig(precision="mxfp8", backend="torch")
+    block = QuantizedSwiGLUMLP(mlp, "mlp", config, layouts, tensors, candidate.roles).eval()
+    block.settle()
+    return block
+
+
+class RemoteMLP(LlamaMLP):
+    """Has more arguments, some of which decide, as does an attribute; counts dimensions; a dropout of 0."""
+
+    limit = 7.0
+
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig(hidden_size=128, intermediate_size=256))
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, scale: Any = None, unused: Any = None) -> Tensor:
+        batch, length, hidden = x.shape
+        rows = x.view(batch * length, hidden)
+        if scale is not None:
+            rows = rows * scale
+        gate = self.gate_proj(rows).clamp(max=self.limit)
+        return self.down_proj(self.drop(self.act_fn(gate) * self.up_proj(rows))).view(batch, length, hidden)
+
+
+def test_codes_check_what_a_patched_block_checks() -> None:
+    torch.manual_seed(3)
+    mlp = RemoteMLP().bfloat16().eval()
+    block, model, x = quantized(mlp), nn.ModuleDict({"mlp": mlp}), torch.randn(2, 3, 128).bfloat16()
+    patch_model(model, {"precision": "mxfp8"})
+    with torch.no_grad():
+        assert torch.equal(block(x, None, unused=1), model["mlp"](x, None, unused=1))
+    for each in (block, model["mlp"]):
+        with refused(UnsupportedModelError, "scale", got="2", where="mlp"):
+            each(x, 2)
+        with refused(ShapeError, "hidden_states", got="2", where="mlp"):
+            each(x[0])
+        each.drop.p = 0.5
+        with refused(UnsupportedModelError, "drop", where="mlp"):
+            each.train()(x)
+        each.drop.p = 0.0
+        each.limit = 1.0
+        with refused(UnsupportedModelError, "limit", got="1.0", where="mlp"):
+            each(x)
+
+
 @pytest.mark.parametrize("biased", [("gate_proj",), ("up_proj",), ("down_proj",), ("gate_proj", "down_proj")])
 def test_biases_of_some_layers(biased: tuple[str, ...]) -> None:
     torch.manual_seed(3)
     mlp = LlamaMLP(LlamaConfig(hidden_size=128, intermediate_size=256, mlp_bias=True)).bfloat16().eval()
     for name in ("gate_proj", "up_proj", "down_proj"):
-        torch.nn.init.normal_(mlp.get_submodule(name).bias, std=0.5)
+        nn.init.normal_(mlp.get_submodule(name).bias, std=0.5)
         mlp.get_submodule(name).bias = mlp.get_submodule(name).bias if name in biased else None
-    (candidate,) = discover(torch.nn.ModuleDict({"mlp": mlp}))
-    assert candidate.roles is not None and candidate.roles.biased == biased
-    weights = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), mlp.down_proj.weight
-    stored = [tensor for weight in weights for tensor in store(weight.detach(), "natural", "compact")]
-    tensors = dict(zip(QuantizedSwiGLUMLP.tensor_names(), stored, strict=True))
-    tensors |= {f"{name}.bias": mlp.get_submodule(name).bias.detach().clone() for name in biased}
-    layouts = dict.fromkeys(("gate_up_proj", "down_proj"), MXLayout())
-    config = NeuronMoEConfig(precision="mxfp8", backend="torch")
-    block = QuantizedSwiGLUMLP(mlp, "mlp", config, layouts, tensors, candidate.roles).eval()
-    block.settle()
-    model, x = torch.nn.ModuleDict({"mlp": mlp}), torch.randn(9, 128).bfloat16()
+    block = quantized(mlp)
+    assert block.neuron_roles.biased == biased
+    model, x = nn.ModuleDict({"mlp": mlp}), torch.randn(9, 128).bfloat16()
     patch_model(model, {"precision": "mxfp8"})
     with torch.no_grad():
         assert torch.equal(block(x), model["mlp"](x))
