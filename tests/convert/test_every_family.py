@@ -37,6 +37,7 @@ from hf_neuron_moe.convert.plan import _check_mx
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching.discovery import discover
+from tests.convert.test_verify_checks import patch_bytes
 from tests.quantizers.test_loading import assert_same
 from tests.refusals import refused
 from tests.tiny_models import MUSE_SPARK, tiny_model, tokens
@@ -204,6 +205,27 @@ def test_the_figure_of_the_output_is_of_the_block_s_own_function(family: str, tm
                 expected = module(x if family != "dbrx" else x[None], *routing).reshape(x.shape)
                 # Some stock modules compute their gate in fp32.
                 torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [
+        ("llama_biased", "model.layers.1.mlp.down_proj.bias"),
+        ("moonshine", "model.decoder.layers.0.mlp.fc1.bias"),
+        ("dinov2", "encoder.layer.0.mlp.weights_in.bias"),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias"),
+    ],
+)
+def test_a_bias_with_other_values_than_the_source_s_is_found(family: str, bias: str, tmp_path: Path) -> None:
+    source = made(family, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", pad=True))
+    patch_bytes(tmp_path / "dst", bias, lambda raw: raw ^ 1)
+    report = verify_checkpoint(tmp_path / "dst", source, probes=0)
+    assert report.findings and all(
+        finding.message.endswith(f"{bias} is not the source's") for finding in report.findings
+    )
+    assert {finding.check for finding in report.findings} == {"probe"}
 
 
 def blocks(model: nn.Module) -> dict[str, type]:

@@ -150,6 +150,16 @@ class Comparison:
             gate_up_F = torch.cat([gate_up_F[0::2], gate_up_F[1::2]])
         return (gate_up_F.roll(len(gate_up_F) // 2) if first.up_first else gate_up_F), down_H
 
+    def changed_biases(self, block: Block) -> tuple[str, ...]:
+        """Names of a block's biases whose copies do not have the source's values."""
+        changed = []
+        for name in filter(None, block.network.biases):
+            (piece,), (stored,) = self._manifest.weights[name], self._tensors[name]
+            both = self._source.read(piece.file, name), self._converted.read(stored.file, stored.name)
+            if not torch.allclose(*both, rtol=0, atol=0, equal_nan=True):
+                changed.append(name)
+        return tuple(changed)
+
     def _bias(self, name: str, expert: int | None, size: int) -> Tensor:
         if not name:
             return torch.zeros(size, dtype=torch.float64)
@@ -195,6 +205,7 @@ class LayerProbe:
     output: float  # Signal to noise of the layer's output for random inputs
     output_floor: float  # The least that is right
     stray: dict[str, int]  # Values in the padding that are not zero, by tensor name
+    changed: tuple[str, ...] = ()  # Biases whose copies are not the source's
 
     @property
     def faults(self) -> list[str]:
@@ -206,6 +217,7 @@ class LayerProbe:
             if not value >= self.floors[name]
         ]
         faults += [f"{place}{name} has {count} values in its padding" for name, count in self.stray.items() if count]
+        faults += [f"{place}{name} is not the source's" for name in self.changed]
         if not self.output >= self.output_floor:
             faults.append(f"{place}output has {in_db(self.output)}, at least {in_db(self.output_floor)} expected")
         return faults
@@ -267,6 +279,7 @@ def _probe(block: Block, expert: int | None, comparison: Comparison, seed: int) 
         # Ranks add up in another order than one matrix product, so an exact layer is exact only to float64's rounding.
         output_floor=200.0 if math.isinf(floor) else floor - LAYER_MARGIN_DB,
         stray={pair.tensor.name: pair.stray for pair in pairs},
+        changed=comparison.changed_biases(block),
     )
 
 
