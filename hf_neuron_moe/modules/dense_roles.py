@@ -16,10 +16,16 @@ from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import attribute_of, gate_of, has_call_hooks
 
-MODULE = "a module"
-"""What stands for an attribute that is a module, where only its presence matters."""
-EMPTY = ""
-"""The same for one that a condition finds false: a list of no modules."""
+
+class Presence(str):
+    """What stands for an attribute that is a module, where only its presence matters: two of them say nothing."""
+
+    def __bool__(self) -> bool:
+        """Return what a condition finds."""
+        return self == MODULE
+
+
+MODULE, EMPTY = Presence("a module"), Presence("a module of none")  # such as a list of no modules
 _SCALARS = (int, float, bool, str, type(None))
 OVERRIDDEN = ("__call__", "__getattr__", "__getattribute__")
 """Methods of modules with which a class may do anything at each call or at each look at an attribute."""

@@ -50,6 +50,8 @@ class NeuronSwiGLUMLP(NeuronBlock):
     If a layer is wrapped otherwise or gets a hook, the block computes through the layers instead and warns once.
     """
 
+    neuron_layers = True  # whether it has the original's
+
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
         super().__init__(original, name, config)
         self.neuron_roles = roles
@@ -142,7 +144,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         if not self.neuron_surrounded:
             return self._compute(hidden_states)
         roles = self.neuron_roles
-        check_attributes(self, roles, layers=not self.neuron_rules)
+        check_attributes(self, roles, layers=self.neuron_layers)
         for name in roles.before:
             hidden_states = self._attribute(name)(hidden_states)
         check_rank(self, roles, hidden_states)
@@ -240,6 +242,7 @@ def _step(block: NeuronBlock, name: str) -> Any:
 class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
     """A dense MLP that owns ``gate_up_proj [2I, H]``, ``down_proj [H, I]`` and biases, with a stock state_dict."""
 
+    neuron_layers = False
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 

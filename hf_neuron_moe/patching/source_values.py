@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hf_neuron_moe.modules.dense_roles import FUNCTIONS, constant_of
+from hf_neuron_moe.modules.dense_roles import FUNCTIONS, Presence, constant_of
 
 EXPECTED = "expected down_proj(act_fn(gate_proj(x)) * up_proj(x))"
 
@@ -259,7 +259,11 @@ class Constants:
             case ast.BinOp(left=left, op=op, right=right):
                 return _BINARY[type(op)](self._of(left, defaults), self._of(right, defaults))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return _BINARY[type(op)](self._of(left, defaults), self._of(right, defaults))
+                one, other = self._of(left, defaults), self._of(right, defaults)
+                hidden = (Presence, int, float, str) if isinstance(op, ast.Is | ast.IsNot) else (Presence,)
+                if type(one) is type(other) and type(one) in hidden:  # which object each is, is not known
+                    raise LookupError(line(node))
+                return _BINARY[type(op)](one, other)
             case ast.BoolOp(op=op, values=values):
                 for each in values:  # up to the one that decides, whose value it is
                     value = self._of(each, defaults)

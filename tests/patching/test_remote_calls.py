@@ -452,6 +452,16 @@ def isfinite(x: Tensor) -> Tensor:
     return x.clamp_(max=1e3)
 
 
+class SameObjectMLP(BaseMLP):
+    """Which objects are the same is not read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        if self.one is not self.other:
+            g = g.clamp(max=1e3)
+        return self.d(self.act(g) * self.u(x))
+
+
 class NamesakeMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         g = self.g(x)
@@ -575,6 +585,8 @@ REFUSED = [
     (DescriptorMLP(), r"its forward computes `self\.g\(x\)\.clamp\(max=self\.limit\)`"),
     (GetattrMethodMLP(), "its class GetattrMethodMLP overrides __getattr__"),
     (GateModuleMLP(fused=True, glu=LookedUpGLU()), "its glu is a LookedUpGLU with hooks or methods of its own"),
+    (SameObjectMLP(one=nn.SiLU(), other=nn.SiLU()), "has the statement `if self.one is not self.other"),
+    (SameObjectMLP(one=1e3, other=float("1e3")), "has the statement `if self.one is not self.other"),
     (NamesakeMLP(), r"has the statement `assert isfinite\(g\)"),
     (NamesakeMethodMLP(), r"has the statement `assert self\.dim\(g\)`"),
     (AssertingMLP(), r"has the statement `assert g\.clamp_"),
