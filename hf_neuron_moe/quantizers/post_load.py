@@ -31,6 +31,7 @@ from hf_neuron_moe.quantizers.sharded import OpenFiles, Slices
 def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuantizationConfig) -> None:
     """Settle the MX blocks, and put the original modules back where bf16 weights landed, patched."""
     model.config.__dict__.pop("transformers_weights", None)
+    _check_filled(placement)
     if placement.readings or placement.codes:
         with OneAnswer(), OpenFiles() as slices:
             _read(model, placement, slices)
@@ -73,6 +74,16 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
         # What was matched while loading belongs to the converted names; saving starts from the model's own again.
         model.__dict__.pop("_weight_conversions", None)
         patch_model(model, NeuronMoEConfig(precision="bf16", weights=layout), strict=False)
+
+
+def _check_filled(placement: Placement) -> None:
+    """Raise where a block's own tensor is not in the checkpoint: transformers leaves memory with any values there."""
+    stand_ins = [(block.neuron_name, block) for block, _ in placement.quantized]
+    for module, stand_in in (*stand_ins, *((each.candidate.name, each) for each in placement.loaders)):
+        for name, tensor in stand_in.state_dict(keep_vars=True).items():
+            if not getattr(tensor, "_is_hf_initialized", tensor.is_meta):
+                fix = "The checkpoint is damaged: convert the original again."
+                raise ConversionError.about(f"tensor {module}.{name}", "in the checkpoint", "none", fix)
 
 
 def _read(model: PreTrainedModel, placement: Placement, slices: Slices) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -15,7 +18,7 @@ from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.backends.mx_weights import MXLayout
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
-from hf_neuron_moe.errors import ShapeError, UnsupportedModelError
+from hf_neuron_moe.errors import ConversionError, ShapeError, UnsupportedModelError
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.discovery import discover
 from tests.backends.test_quantized_network import store
@@ -59,6 +62,25 @@ def test_codes_next_to_bf16_blocks(family: str, glob: str, tmp_path: Path) -> No
     stock, model = opened(family, source), opened(family, tmp_path / "dst")
     patch_model(stock, {"precision": precision}, strict=False)
     assert torch.equal(output(model), output(stock))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [("llama_biased", "model.layers.1.mlp.up_proj.bias"), ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias")],
+)
+def test_a_bias_that_is_not_in_the_files_is_an_error(family: str, bias: str, precision: str, tmp_path: Path) -> None:
+    convert_checkpoint(made(family, tmp_path / "source"), tmp_path / "dst", ConvertOptions(precision, pad=True))
+    (shard,) = (tmp_path / "dst").glob("*.safetensors")
+    with safe_open(shard, "pt") as file:
+        metadata = file.metadata()
+    save_file({name: tensor for name, tensor in load_file(shard).items() if name != bias}, shard, metadata)
+    (index,) = (tmp_path / "dst").glob("*.index.json")
+    content = json.loads(index.read_text())
+    del content["weight_map"][bias]
+    index.write_text(json.dumps(content))
+    with refused(ConversionError, f"tensor {bias}", got="none"):
+        opened(family, tmp_path / "dst")
 
 
 def quantized(mlp: nn.Module) -> QuantizedSwiGLUMLP:
