@@ -56,7 +56,7 @@ def check_shape(tensor: Tensor, shape: Sequence[int | None], names: str, argumen
         names: the shape in words, for the message, for example ``"[S, H]"``.
         argument: its name.
     """
-    if tensor.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, tensor.shape)):
+    if tensor.dim() == len(shape) and all(want is None or want == have for want, have in zip(shape, tensor.shape)):
         return
     wanted = ", ".join("?" if extent is None else str(extent) for extent in shape)
     sizes = "" if all(extent is None for extent in shape) else f" = [{wanted}]"

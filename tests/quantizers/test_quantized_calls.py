@@ -99,6 +99,16 @@ def quantized(mlp: nn.Module) -> QuantizedSwiGLUMLP:
     return block
 
 
+def test_blocks_of_other_sizes_compile_one_after_another() -> None:
+    """A compiler makes symbols of sizes that change."""
+    torch.compiler.reset()
+    for hidden in (128, 256):
+        block = quantized(LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=256)).bfloat16())
+        x = torch.randn(2, 3, hidden).bfloat16()
+        with torch.no_grad():
+            assert torch.equal(torch.compile(block, backend="eager", fullgraph=True)(x), block(x))
+
+
 class RemoteMLP(LlamaMLP):
     """Has more arguments, some of which decide, as does an attribute; counts dimensions; a dropout of 0."""
 
