@@ -152,4 +152,6 @@ def _verdict(name: str, paired: Mapping[str, Any]) -> str:
     found = f"{name}: evaluation loss {_difference(paired)} to stock's"
     if band is None:
         return f"{found} by one seed, which says nothing about chance"
+    if not round(gap, 3):  # as the difference is shown
+        return f"{found}: no difference"
     return f"{found}: {'within chance' if abs(gap) <= band else 'worse' if gap > 0 else 'better'}"

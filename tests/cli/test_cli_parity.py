@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MixtralConfig
 
+from hf_neuron_moe.cli.parity import _verdict
 from hf_neuron_moe.recipes import study as recipe_study
 from hf_neuron_moe.recipes.variant_runs import Setting, batches, fitting_steps
 from tests.byte_tokenizer import BYTES, save_byte_tokenizer
@@ -129,6 +130,20 @@ def test_the_seed_alone_decides_the_order() -> None:
     one, same, other = (torch.cat(list(islice(batches(rows, 2, seed), 3))) for seed in (3, 3, 4))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert sorted(other.flatten().tolist()) == list(range(12)), "each row once"
+
+
+@pytest.mark.parametrize(
+    ("gap", "band", "verdict"),
+    [
+        (0.0004, 0.0, "no difference"),
+        (0.2, 0.3, "within chance"),
+        (0.2, 0.1, "worse"),
+        (-0.2, 0.1, "better"),
+        (0.2, None, "nothing about chance"),
+    ],
+)
+def test_a_difference_that_is_shown_as_none_is_none(gap: float, band: float | None, verdict: str) -> None:
+    assert _verdict("mxfp8", {"difference_percent": gap, "band_percent": band}).endswith(verdict)
 
 
 def test_the_steps_that_fit_are_the_most() -> None:
