@@ -232,7 +232,7 @@ def test_pieces_of_groups_have_the_bits_of_one_call(weights: torch.dtype, monkey
     assert all(map(torch.equal, problem.run("torch-grouped", "fp32"), whole))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("gate", [pytest.param(gate, id=name) for name, gate in GATES.items()])

@@ -302,7 +302,7 @@ def test_compiles_without_a_graph_break() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize(
     "keep",

@@ -30,7 +30,7 @@ def near(few: torch.Tensor, trained: torch.Tensor, precision: str) -> bool:
     return float((few - trained).double().norm() / trained.double().norm()) < BOUND[precision]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
 @pytest.mark.parametrize("precision", BOUND)
 @pytest.mark.parametrize("name", GATES)

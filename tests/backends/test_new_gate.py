@@ -46,7 +46,7 @@ def deviations(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [float((one.double() - two.double()).norm() / two.double().norm()) for one, two in pairs]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("products", ["native", "fp32"])

@@ -62,7 +62,7 @@ def outcome(kind: str, operands: dict[str, Tensor], precision: str, keep: str, w
     return [y.detach(), *torch.autograd.grad(y, [leaves[name] for name in wanted], dout)]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize(("precision", "native"), MATMULS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "hidden", "inner"), [(150, 64, 600), (9, 96, 2100)])
@@ -81,7 +81,7 @@ def test_every_lossless_policy_gives_the_same_bits(
     assert torch.equal(outcome(kind, operands, precision, "fp8", floats)[0], expected[0])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["mlp", "mlp, fused", "experts"])
 def test_also_with_some_parameters_frozen(kind: str, precision: str) -> None:

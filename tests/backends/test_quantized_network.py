@@ -359,7 +359,7 @@ def test_gates_and_biases_that_codes_cannot_have(
         quantized_network(wide(3, 128), None, None, stack, backend="torch")
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(5, 5)
 @pytest.mark.parametrize("stored", ["natural", "swizzled", "words", "packed words", "words of e2m1", "e2m1 e4m3fn"])
 @pytest.mark.parametrize("activations", ["minimal", "recompute", "fp8"])
 @pytest.mark.parametrize("name", GATES)

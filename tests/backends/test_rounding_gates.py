@@ -96,7 +96,7 @@ def expert_operands(gate: Gate, tokens: int, hidden: int, inner: int, biased: bo
     return operands, draw(g, tokens, hidden, binades=4)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @WAYS
 @pytest.mark.parametrize("precision", NETWORKS)
 @pytest.mark.parametrize("name", GATES)
@@ -113,7 +113,7 @@ def test_experts(native: bool, at_once: bool, precision: str, name: str, layout:
         assert times_one_rounding(actual, exact[key]) <= bounds.get(key, ONE_ROUNDING), key
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @WAYS
 @pytest.mark.parametrize("precision", ["fp32", *NETWORKS])
 @pytest.mark.parametrize("name", GATES)
@@ -191,7 +191,7 @@ def test_extreme_values(native: bool, name: str) -> None:
             assert not found[place][values == limit].any()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @PRODUCTS
 @pytest.mark.parametrize("precision", ["fp32", *NETWORKS])
 @pytest.mark.parametrize("keep", ["full", "recompute", "fp8"])

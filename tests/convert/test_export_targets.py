@@ -41,7 +41,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("target", BF16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_gives_the_source_back_file_by_file(family, target, checkpoint, snapshot, tmp_path):

@@ -44,7 +44,7 @@ def test_workers_change_no_byte(variant, checkpoint, snapshot, tmp_path):
     assert snapshot(tmp_path / "1") == snapshot(tmp_path / "2") == snapshot(tmp_path / "5")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_parts_and_finalize_give_the_bytes_of_one_run(variant, count, checkpoint, snapshot, tmp_path):

@@ -20,7 +20,7 @@ def equal(weight: torch.Tensor, fmt: str, rule: str, scheme: str) -> bool:
     return all(torch.equal(mx.codes, wide.codes) and torch.equal(mx.scales, wide.scales) for mx in ways)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("exponent", [-80, -3, 0, 60, 127])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2"])
@@ -38,7 +38,7 @@ def test_every_bf16_value_below_an_anchor(fmt: str, rule: str, exponent: int, mo
         assert torch.equal(mx.codes, wide.codes) and torch.equal(mx.scales, wide.scales)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("piece", [1 << 10, 1 << 12, 1 << 18])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1"])

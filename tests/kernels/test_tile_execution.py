@@ -67,7 +67,7 @@ MODES: dict[str, Callable[[Tensor], TensorDescriptor]] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("K", [384, 1408, 640, 512])
 @pytest.mark.parametrize("tile_k", [512, 128])

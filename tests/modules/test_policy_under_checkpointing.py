@@ -38,7 +38,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(actual[name], value), name
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])

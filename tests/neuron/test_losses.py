@@ -43,7 +43,7 @@ def torch_losses(name: str, policy: str = "minimal") -> list[float]:
     return run(CASES[name], "torch", activations=policy)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("release", [(2, 29), (2, 30), (2, 31), (2, 33)])
 def test_losses_are_those_of_the_torch_backend(release: tuple[int, int], name: str, machine: Start) -> None:
@@ -194,7 +194,7 @@ def test_inference_between_training_steps(name: str, machine: Start) -> None:
     assert (found[1] - expected[1]).abs().max() <= (2e-2 if case.bound else 0.0) * expected[1].abs().max()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("policy", ["minimal", "recompute", "fp8"])
 @pytest.mark.parametrize("case", [EXPERTS, EXPERTS_MX, DENSE_BF16], ids=["bf16", "mxfp8", "dense"])
 def test_the_block_plan_is_made_once_per_layer_and_step(

@@ -69,7 +69,7 @@ def test_stock_transformers_leaves_the_experts_as_they_are(tmp_path: Path) -> No
     assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj, before)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("order", range(3))

@@ -44,7 +44,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, precision: str) ->
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target.values()))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_as_when_patched(

@@ -84,7 +84,7 @@ def test_options_that_leave_the_layout_open_keep_that_of_the_conversion(
         patch_model(model, include="a")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("options", [{"layout": "fused"}, {"layout": "kernel"}, {"pad": True}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_gradients_are_those_of_the_patched_original(
