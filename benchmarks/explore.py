@@ -1,12 +1,14 @@
 """Does the explorer predict what it says? Predicted against measured changes of the loss, and its plans on other text.
 
-    python benchmarks/explore.py                                   # all three models; half an hour on two cores
+    python benchmarks/explore.py                                   # all four models; 40 minutes on two cores
     python benchmarks/explore.py --only planted --tokens 2048      # a part of it
 
-smollm2 is SmolLM2-135M-Instruct, mixtral is upcycled from it (4 experts per layer), planted is smollm2 with the largest
-input channel of layer 2's down projection times 2**12, compensated in its weights. Every block is switched to mxfp8
-alone and measured. The plan is compared on held-out speeches with 10 random choices of as many bf16 blocks, and with
-evenly spaced ones. Writes explore.json; losses do not depend on how busy the machine is.
+smollm2 is SmolLM2-135M-Instruct, and mixtral is upcycled from it (4 experts per layer). The planted ones are smollm2
+with a channel times 2**12, compensated in its weights. In planted it is channel 17 of the last MLP's input, which is 64
+times the median channel on most tokens. In planted-down it is the largest input channel of layer 2's down projection,
+large on few tokens. Every block is switched to mxfp8 alone and measured. The plan is compared on held-out
+speeches with 10 random choices of as many bf16 blocks, and with evenly spaced ones. Writes explore.json; losses do not
+depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ from hf_neuron_moe.explore.run import Options, explore, load_model
 ROOT = Path(__file__).resolve().parents[1]
 TEXT, HELD_OUT = ROOT / "data" / "sotu" / "eval.jsonl", ROOT / "data" / "sotu" / "train.jsonl"
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
-PLANTED_LAYER, PLANTED_POWER, DRAWS = 2, 12, 10
-SUBJECTS = ("smollm2", "mixtral", "planted")
+PLANTED = {"planted": (29, "up_proj", 17), "planted-down": (2, "down_proj", 90)}
+"""Layer, projection, and the input channel of it that is scaled."""
+
+PLANTED_POWER, DRAWS = 12, 10
+SUBJECTS = ("smollm2", "mixtral", *PLANTED)
 
 
 def folder_of(subject: str, layers: int) -> Path:
@@ -55,24 +60,20 @@ def folder_of(subject: str, layers: int) -> Path:
         return folder
     model: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2)
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    mlp = model.model.layers[PLANTED_LAYER].mlp
-    channel = largest_input(model, mlp.down_proj, token_rows(TEXT, tokenizer, 512, 512))
+    place, projection, channel = PLANTED[subject]
+    layer, factor = model.model.layers[place], 2.0**PLANTED_POWER
+    mlp = layer.mlp
     with torch.no_grad():
-        mlp.up_proj.weight[channel] *= 2.0**PLANTED_POWER
-        mlp.down_proj.weight[:, channel] *= 2.0**-PLANTED_POWER
+        if projection == "down_proj":
+            mlp.up_proj.weight[channel] *= factor
+            mlp.down_proj.weight[:, channel] /= factor
+        else:
+            layer.post_attention_layernorm.weight[channel] *= factor
+            for weight_IH in (mlp.gate_proj.weight, mlp.up_proj.weight):
+                weight_IH[:, channel] /= factor
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def largest_input(model: Any, layer: torch.nn.Linear, rows_NL: torch.Tensor) -> int:
-    """Return the channel of a layer's input with the largest magnitude."""
-    seen: list[torch.Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    with torch.no_grad():
-        model(input_ids=rows_NL)
-    handle.remove()
-    return int(seen[0].abs().flatten(0, -2).amax(0).argmax())
 
 
 def run(subject: str, layers: int, options: Options, held_out_tokens: int) -> dict[str, Any]:
@@ -104,8 +105,8 @@ def run(subject: str, layers: int, options: Options, held_out_tokens: int) -> di
         "bf16_blocks": count,
         "held_out": held_out(load_model(folder), rows_NL, ranked, choices),
     }
-    if subject == "planted":
-        found |= folded(folder, result, options)
+    if subject in PLANTED:
+        found |= folded(folder, result, options, PLANTED[subject][0])
     return found
 
 
@@ -130,12 +131,12 @@ def held_out(model: Any, rows_NL: torch.Tensor, names: list[str], choices: dict[
     return {"tokens": tokens, "loss": base / tokens, "change_percent_and_divergence": found}
 
 
-def folded(folder: Path, result: Any, options: Options) -> dict[str, Any]:
+def folded(folder: Path, result: Any, options: Options, layer: int) -> dict[str, Any]:
     """Fold the planted channel away and measure again."""
     from hf_neuron_moe.explore.fold import fold
 
     model = load_model(folder)
-    row = next(row for row in result.ranking["mxfp8"] if f".{PLANTED_LAYER}." in row.block)
+    row = next(row for row in result.ranking["mxfp8"] if f".{layer}." in row.block)
     rows_NL = token_rows(TEXT, AutoTokenizer.from_pretrained(folder), options.tokens, options.length)
     with torch.no_grad():
         before = model(input_ids=rows_NL[:1]).logits
