@@ -34,6 +34,7 @@ from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
+from hf_neuron_moe.formats import elements, group_fp8
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "bincount", "unique_consecutive", "_unique2", "masked_select"}
 ALLOCATIONS = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -152,9 +153,16 @@ class Layer:
         return step
 
 
-def counted(step: Callable[[], None], *, triton: bool = False) -> dict[str, int]:
-    """Return what `step` asks of a device; with `triton` its kernels are not run, so results hold anything."""
+def counted(step: Callable[[], None], *, accelerator: bool = False, triton: bool = False) -> dict[str, int]:
+    """Return what `step` asks of a device.
+
+    With `accelerator`, FP8 activations are packed and unpacked as there, not as on a CPU. With `triton` its kernels are
+    not run, so results hold anything.
+    """
     with Launches() as counts, ExitStack() as stack:
+        if accelerator:
+            stack.enter_context(mock.patch.object(group_fp8, "CPU_CHUNK", group_fp8.DEVICE_CHUNK))
+            stack.enter_context(mock.patch.object(elements, "_decode_through_half", elements.decode_by_table))
         if triton:
             from hf_neuron_moe.backends.triton import expert_gemm, gate_epilogue, mx_both_ways
 
@@ -195,7 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     for backend in backends:
         for precision in ("bf16", "mxfp8", "fp32"):
             for policy in chosen.policies:
-                found = counted(layer.patched(backend, precision, policy), triton=backend == "triton")
+                kinds = {"accelerator": backend != "torch", "triton": backend == "triton"}
+                found = counted(layer.patched(backend, precision, policy), **kinds)
                 rows.append({"experts": backend, "precision": precision, "policy": policy, **found})
     counts = f"{'operations':>10} {'host reads':>10} {'peak MiB':>9} {'Triton':>6}"
     print(f"{'experts':18} {'precision':9} {'policy':10} {counts}")

@@ -71,11 +71,15 @@ def _to_grid_stochastic(values: Tensor, fmt: ElementFormat, generator: torch.Gen
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the exact fp32 values of uint8 codes, contiguous, also NaN and infinity; E2M1 reads the low four bits."""
-    without_values = isinstance(codes, FakeTensor)
-    if codes.device.type == "cpu" and not without_values:
+    if codes.device.type == "cpu" and not isinstance(codes, FakeTensor):
         return _decode_through_half(codes, fmt)
-    # One gather from a small table: nothing here looks at values, which would stall an accelerator.
+    return decode_by_table(codes, fmt)
+
+
+def decode_by_table(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Decode with one gather from a small table: nothing looks at values, which would stall an accelerator."""
     index = codes & 0xF if fmt.dtype is None else codes
+    without_values = isinstance(codes, FakeTensor)
     table = _every_value(fmt, codes.device) if without_values else decode_table(fmt, codes.device)
     return table.index_select(0, index.flatten().to(torch.int32)).view(codes.shape)
 

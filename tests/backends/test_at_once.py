@@ -204,6 +204,12 @@ class TestCounts:
         by_tiles = counted(layer.patched("torch", precision, "minimal"))
         assert by_tiles["operations"] > 4 * counts["operations"] and by_tiles["host_synchronizations"] > 0
 
+    @pytest.mark.parametrize("policy", ["full", "recompute", "fp8"])
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_no_policy_reads_values_on_an_accelerator(self, layer: Layer, precision: str, policy: str) -> None:
+        counts = counted(layer.patched("torch-grouped", precision, policy), accelerator=True)
+        assert counts["host_synchronizations"] == 0
+
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_peak_memory(self, layer: Layer, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: False)  # else ``torch`` has no tiles

@@ -60,7 +60,7 @@ class FP8Rows:
         if not rounded.numel():
             return rounded
         stored = clip_(rounded.clone(), self.limits) if self.limited else rounded
-        padded, scales = group_quantize_fp8(F.pad(stored, (0, -rounded.shape[1] % GROUP)), GROUP)
+        padded, scales = group_quantize_fp8(_whole_groups(stored), GROUP)
         codes = padded.view(torch.uint8)[:, : rounded.shape[1]]
         for limit, code, beyond in zip(self.limits, _AT_LIMIT, (torch.ge, torch.le), strict=True):
             if limit is not None:
@@ -74,7 +74,7 @@ class FP8Rows:
         codes, scales = self.codes[rows, columns], self.scales[rows, _groups(columns)]
         if not codes.numel():
             return codes.to(torch.float32)
-        padded = F.pad(codes, (0, -codes.shape[1] % GROUP)).contiguous().view(torch.float8_e4m3fn)
+        padded = _whole_groups(codes).contiguous().view(torch.float8_e4m3fn)
         values = group_dequantize_fp8(padded, scales)[:, : codes.shape[1]]
         return self._within_limits(values, codes, scales) if self.limited else values
 
@@ -160,13 +160,18 @@ class FP8Gating(Gating):
 
 def _round_groups_(values_RI: Tensor) -> Tensor:
     """Round fp32 `values_RI` to group FP8 in place as ``fp8_silu_forward`` does: divided by the unrounded scale."""
-    columns = values_RI.shape[1]
-    groups_RGQ = F.pad(values_RI, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
+    groups_RGQ = _whole_groups(values_RI).unflatten(1, (-1, GROUP))
     largest = torch.full_like(values_RI[:1, :1], E4M3FN.max)
     scale_RG1 = groups_RGQ.abs().amax(-1, keepdim=True).add_(SCALE_EPSILON).div_(largest)
     codes = round_to_fp8_(groups_RGQ / scale_RG1, E4M3FN)
     rounded = codes.to(torch.float32).mul_(scale_RG1.to(torch.bfloat16).to(torch.float32))
-    return values_RI.copy_(rounded.flatten(1)[:, :columns])
+    return values_RI.copy_(rounded.flatten(1)[:, : values_RI.shape[1]])
+
+
+def _whole_groups(values_RI: Tensor) -> Tensor:
+    """Pad the last group of each row with zeros."""
+    missing = -values_RI.shape[1] % GROUP
+    return F.pad(values_RI, (0, missing)) if missing else values_RI
 
 
 def _groups(columns: slice) -> slice:
