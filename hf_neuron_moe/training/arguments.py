@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from hf_neuron_moe.activation_policy import activations_from_text, mapping_from_text, to_plain
 from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron.versions import settle_environment
-from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
+from hf_neuron_moe.config import BACKENDS, PRECISIONS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, known_names, public
 from hf_neuron_moe.precision_map import read_recipe
 
@@ -35,6 +35,12 @@ def _field(default: object, meaning: str) -> Any:
 def _option(name: str, meaning: str) -> Any:
     """A field with the default that :class:`NeuronMoEConfig` has for its option `name`."""
     return _field(getattr(NeuronMoEConfig(), name), meaning)
+
+
+def _names_a_file(precision: str) -> bool:
+    """Return whether `precision` is the path of a map, and not the name of a precision."""
+    path = Path(precision)
+    return path.suffix in (".yaml", ".yml", ".json") or (precision not in PRECISIONS and path.is_file())
 
 
 def _are_globs(value: Any) -> bool:
@@ -125,7 +131,7 @@ class NeuronMoEArguments:
                 fix = "See help(hf_neuron_moe.NeuronMoETrainingArguments)."
                 raise ConfigError.about(name, expected, got, fix).named("NeuronMoEArguments")
         precision: Any = self.neuron_precision
-        if isinstance(precision, str) and Path(precision).suffix in (".yaml", ".yml", ".json"):
+        if isinstance(precision, str) and _names_a_file(precision):
             self.neuron_precision = cast(Any, read_recipe(Path(precision)))
         config = self.neuron_config()
         given: Any = self.neuron_activations

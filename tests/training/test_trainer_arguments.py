@@ -136,6 +136,14 @@ def test_the_fields_go_with_other_training_arguments(tmp_path: Path) -> None:
     assert both.device.type == "cpu"  # TrainingArguments' own preparation took place
 
 
+def test_a_map_of_precisions_may_be_a_file_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan", "plan.txt", "plan.yaml", "bf16"):
+        Path(name).write_text('"*": mxfp8\n"layers.0.*": bf16\n')
+        found = parse("--neuron_precision", name).neuron_config().precision
+        assert found == ("bf16" if name == "bf16" else {"*": "mxfp8", "layers.0.*": "bf16"})
+
+
 def test_policy_objects_become_plain_since_the_trainer_writes_its_arguments_as_json(tmp_path: Path) -> None:
     policy = ActivationPolicy(keep="minimal", modules={"*.0.*": "full"})
     for given in (policy, ActivationBudget(bytes_per_token=4096)):
