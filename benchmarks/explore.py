@@ -6,9 +6,9 @@
 smollm2 is SmolLM2-135M-Instruct, and mixtral is upcycled from it (4 experts per layer). The planted ones are smollm2
 with a channel times 2**12, compensated in its weights. In planted it is channel 17 of the last MLP's input, which is 64
 times the median channel on most tokens. In planted-down it is the largest input channel of layer 2's down projection,
-large on few tokens. Every block is switched to mxfp8 alone and measured. The plan is compared on held-out
-speeches with 10 random choices of as many bf16 blocks, and with evenly spaced ones. Writes explore.json; losses do not
-depend on how busy the machine is.
+large on few tokens. Every block is switched to mxfp8 alone and measured. The plan is compared on held-out speeches with
+10 other random choices of as many bf16 blocks, and with evenly spaced ones. Writes explore.json. Losses do not depend
+on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -89,9 +89,12 @@ def run(subject: str, layers: int, options: Options, held_out_tokens: int) -> di
         exceptions or sorted(ranked, key=lambda name: -result.measures.blocks[name].scores["mxfp8"].expected)[:count]
     )
     rows_NL = token_rows(HELD_OUT, AutoTokenizer.from_pretrained(folder), held_out_tokens, options.length)
-    draw = random.Random(0)
     choices = {"mxfp8": [], "plan": chosen, "evenly spaced": spread_over(sorted(ranked), count)}
-    choices |= {f"random {number}": draw.sample(ranked, count) for number in range(DRAWS)}
+    draw, drawn = random.Random(0), list[list[str]]()
+    while len(drawn) < DRAWS:
+        if set(sample := draw.sample(ranked, count)) != set(chosen):  # else it would be compared with itself
+            drawn.append(sample)
+    choices |= {f"random {number}": sample for number, sample in enumerate(drawn)}
     found = {
         "subject": subject,
         "tokens": result.measures.tokens,
