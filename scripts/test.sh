@@ -35,5 +35,6 @@ cores="$($bin/python -c 'import os; print(len(os.sched_getaffinity(0)) if hasatt
 workers="${TEST_WORKERS:-$((cores < 4 ? cores : 4))}"
 # One worker per core, so each keeps to one thread; nothing in the tests may reach for the network.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+unset PYTHONDONTWRITEBYTECODE # else each worker rewrites every assertion again, and each process compiles the package
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((workers > 1 ? 1 : cores))}"
 $bin/python -m pytest -n "$workers" --dist worksteal --durations=25 "${pytest_arguments[@]+"${pytest_arguments[@]}"}"

@@ -32,6 +32,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 if not torch.cuda.is_available():  # read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+gc.disable()  # until all tests are collected: what is imported stays
+
 _OF_THE_ENGINE = ("distributed_configs", "layout_estimate", "lora_layouts", "sharded_checkpoints")
 if tuple(map(int, version("transformers").split(".")[:2])) < (5, 21):  # whose DistributedConfig has no ep_size
     collect_ignore = ["distributed", *(f"training/test_{name}.py" for name in _OF_THE_ENGINE)]
@@ -70,6 +72,7 @@ def pytest_collection_finish() -> None:
     """Spare garbage collections the modules and the tests: accelerate collects after every run of a Trainer."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 _tests_done = itertools.count(1)
@@ -99,7 +102,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Every test starts from the same random state, whatever ran before it."""
-    torch.manual_seed(20)
+    if torch.accelerator.is_available():
+        torch.manual_seed(20)
+    else:  # a tenth of the time: the other writes a stack trace for each kind of device that may come
+        torch.default_generator.manual_seed(20)
 
 
 @pytest.fixture(autouse=True)
