@@ -6,9 +6,10 @@ Sources: nki-library 2.29 ``common_types``, ``moe_cte`` and ``moe_bwd_parameters
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 from collections import namedtuple
-from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -203,11 +204,16 @@ class Library:
 
     @classmethod
     def of(cls, release: Release) -> Library:
-        """Build them."""
+        """Return them; only the pair's may be changed."""
+        made = cls._built(release)
+        return replace(made, pair=SimpleNamespace(**vars(made.pair)))
+
+    @classmethod
+    @functools.cache
+    def _built(cls, release: Release) -> Library:
         backward = backward_records(release)
         pair = pair_records(backward)
-        whole = SimpleNamespace(**vars(pair))
-        return cls(release, forward_records(release), backward, mlp_records(release), pair, whole)
+        return cls(release, forward_records(release), backward, mlp_records(release), pair, pair)
 
 
 def to_package(value: Any) -> Any:
