@@ -58,10 +58,14 @@ def assert_same(left: Any, right: Any) -> None:
 def forward_arguments(raw: dict[str, Tensor], modes: tuple[str, ...], packed: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {"use_scale_packing": packed}
     for (name, tensor), mode in zip(raw.items(), modes, strict=True):
-        prefix = name.removesuffix("_weights")
-        data, scales, swizzled = prepare(tensor, mode, packed)
-        arguments |= {name: data, f"{prefix}_scales": scales, f"{prefix}_is_swizzled": swizzled}
+        arguments |= forward_argument(name, tensor, mode, packed)
     return arguments
+
+
+def forward_argument(name: str, raw_FK: Tensor, mode: str, packed: bool) -> dict[str, Any]:
+    prefix = name.removesuffix("_weights")
+    data, scales, swizzled = prepare(raw_FK, mode, packed)
+    return {name: data, f"{prefix}_scales": scales, f"{prefix}_is_swizzled": swizzled}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +87,10 @@ def test_forward_in_all_modes(tokens: int, hidden: int, inner: int, packed: bool
     }
     saves = {"save_gate_pre": True, "save_gate_act": True, "save_up": True, "save_hidden": True}
     wanted = mlp_forward_mxfp8(**raw, **saves)
-    for modes in itertools.product(MODES, repeat=3):
-        assert_same(wanted, mlp_forward_mxfp8(**forward_arguments(raw, modes, packed), **saves))
+    prepared = ([forward_argument(name, tensor, mode, packed) for mode in MODES] for name, tensor in raw.items())
+    for hidden_states, gate_up, down in itertools.product(*prepared):
+        arguments = hidden_states | gate_up | down
+        assert_same(wanted, mlp_forward_mxfp8(**arguments, use_scale_packing=packed, **saves))
 
 
 def test_documented_entry_point_fills_the_buffers_of_the_functional_one() -> None:
