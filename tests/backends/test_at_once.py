@@ -6,7 +6,8 @@ That roundings are the contract's is in ``test_rounding_contract`` and ``test_ro
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -91,6 +92,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("policy", ["minimal", "fp8"])
@@ -193,16 +195,29 @@ class TestCounts:
     def layer(self) -> Layer:
         return Layer(experts=128, hidden=128, inner=128, tokens=1024, top_k=8)
 
+    @pytest.fixture(scope="class")
+    def counts(self, layer: Layer) -> Callable[[str, bool], list[dict[str, int]]]:
+        """Of all experts at once, then by tiles."""
+
+        @cache
+        def both(precision: str, native: bool) -> list[dict[str, int]]:
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: native)
+                monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
+                compute.release_scratch()  # buffers that earlier tests left are larger than what tiles need
+                return [counted(layer.patched(b, precision, "minimal")) for b in ("torch-grouped", "torch")]
+
+        return both
+
+    @pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
     @pytest.mark.parametrize("precision", MOST)
     def test_few_operations_and_no_value_on_the_host(
-        self, native: bool, layer: Layer, precision: str, monkeypatch: pytest.MonkeyPatch
+        self, native: bool, counts: Callable[[str, bool], list[dict[str, int]]], precision: str
     ) -> None:
-        counts = counted(layer.patched("torch-grouped", precision, "minimal"))
-        assert 0 < counts["operations"] <= self.MOST[precision]
-        assert counts["host_synchronizations"] == 0
-        monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
-        by_tiles = counted(layer.patched("torch", precision, "minimal"))
-        assert by_tiles["operations"] > 4 * counts["operations"] and by_tiles["host_synchronizations"] > 0
+        at_once, by_tiles = counts(precision, native)
+        assert 0 < at_once["operations"] <= self.MOST[precision]
+        assert at_once["host_synchronizations"] == 0
+        assert by_tiles["operations"] > 4 * at_once["operations"] and by_tiles["host_synchronizations"] > 0
 
     @pytest.mark.parametrize("policy", ["full", "recompute", "fp8"])
     @pytest.mark.parametrize("precision", PRECISIONS)
@@ -211,13 +226,8 @@ class TestCounts:
         assert counts["host_synchronizations"] == 0
 
     @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_peak_memory(self, layer: Layer, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: False)  # else ``torch`` has no tiles
-        monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
-        compute.release_scratch()  # buffers that earlier tests left are larger than what tiles need
-        peak, of_tiles = (
-            counted(layer.patched(b, precision, "minimal"))["peak_bytes"] for b in ("torch-grouped", "torch")
-        )
+    def test_peak_memory(self, counts: Callable[[str, bool], list[dict[str, int]]], precision: str) -> None:
+        peak, of_tiles = (each["peak_bytes"] for each in counts(precision, False))  # bf16 products have no tiles
         assert peak <= self.MEMORY * of_tiles
 
     def test_the_first_call_counts_as_every_other(self, layer: Layer) -> None:
@@ -238,7 +248,7 @@ def test_pieces_of_groups_have_the_bits_of_one_call(weights: torch.dtype, monkey
     assert all(map(torch.equal, problem.run("torch-grouped", "fp32"), whole))
 
 
-@pytest.mark.thinned(3, 3)
+@pytest.mark.thinned(6, 3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("gate", [pytest.param(gate, id=name) for name, gate in GATES.items()])
@@ -276,6 +286,7 @@ def test_a_program_traces_it_whole(precision: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("installed", [True, False])
@@ -326,13 +337,14 @@ def test_many_small_experts_are_computed_at_once_on_cpus(precision: str) -> None
 
     assert words(128, 128).endswith(f"of all experts at once for at most {compute.most_pairs(precision)} tokens each")
     assert "at once" not in words(8, 128) + words(128, 1024)
-    for tokens in (32, 4096):
-        problem, reads = Problem(64, tokens, 4, 64, 64), []
+    most = compute.MANY_EXPERTS * compute.most_pairs(precision) // 4
+    for tokens in (most, most + 1):
+        problem, reads = Problem(compute.MANY_EXPERTS, tokens, 4, 64, 64), []
         for name in ("torch", "torch-grouped"):
             with Launches() as counts:
                 problem.run(name, precision)
             reads.append(counts.operations.total())
-        assert (reads[0] == reads[1]) == (tokens == 32), reads
+        assert (reads[0] == reads[1]) == (tokens == most), reads
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
