@@ -122,6 +122,7 @@ def test_every_gate_and_policy(device: str, precision: str, policy: str, gate: G
     assert {tensor.device.type for tensor in found} == {device}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -214,6 +215,7 @@ def test_nothing_is_left_behind(name: str, precision: str) -> None:
         assert all(type(tensor) is Tensor for tensor in run(policy))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])

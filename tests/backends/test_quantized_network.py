@@ -171,7 +171,7 @@ def test_dense_backward_is_exact_for_the_codes_values(
         assert relative(dx, d_expected) < BOUND
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("gate", HALVES)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1", "e2m1 e4m3fn", "e4m3fn e2m1"])
 @pytest.mark.parametrize(
@@ -224,6 +224,7 @@ def test_the_codes_are_used_as_they_are() -> None:
     assert relative(kept, expected) < BOUND
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("gate", HALVES)
 @pytest.mark.parametrize("keep", ["minimal", "gate_pre", "fp8"])
 def test_operators_obey_torch(keep: str, gate: Gate) -> None:

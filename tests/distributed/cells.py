@@ -56,8 +56,7 @@ def trainings(models: tuple[str, ...], layouts: tuple[str, ...], precisions: tup
 
 
 CORE = [
-    *trainings(("mixtral",), ("tp2", "ep2", "fsdp2"), ("fp32",)),
-    *trainings(("llama",), ("tp2",), ("fp32",)),
+    *trainings(("mixtral",), ("tp2", "ep2"), ("fp32",)),
     cell("mixtral", "ep2", "mxfp8", kind="block"),
     cell("mixtral", "pp2", "mxfp8", kind="inference"),
 ]
@@ -76,6 +75,8 @@ BLOCKS = [
 ALWAYS = [
     *trainings(("mixtral",), tuple(TWO), ("mxfp8",)),
     *trainings(("mixtral",), ("ep2-tp2",), ("bf16", "fp32")),
+    *trainings(("mixtral",), ("fsdp2",), ("fp32",)),
+    *trainings(("llama",), ("tp2",), ("fp32",)),
     *trainings(("llama",), ("tp2", "fsdp2"), ("bf16", "mxfp8")),
     *trainings(("llama",), ("replicate2",), ("fp32",)),
     *trainings(("qwen2_moe", "gpt_oss"), ("tp2", "ep2"), ("fp32",)),

@@ -22,7 +22,7 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("phi3", marks=pytest.mark.slow), "mixtral"])
 def test_a_patched_model_is_one_graph(family: str, home: str) -> None:
     model = tiny_model(family).eval()
     patch_model(model, {"weights": home})

@@ -139,6 +139,7 @@ def test_sharded_adapters_keep_no_copies(machine: Start, process_group: None) ->
     assert len(grads) == 12 and all(torch.equal(mine, theirs) for mine, theirs in zip(grads, expected_grads))
 
 
+@pytest.mark.slow
 def test_a_compiled_program_keeps_none_either(machine: Start) -> None:
     """The choice is an argument of the operators: it is in the graph. Both marks are those that FSDP2 sets."""
     machine()

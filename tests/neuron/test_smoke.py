@@ -78,7 +78,9 @@ def test_kernels_that_work_pass_every_stage(case: str, machine: Start) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("case", ["frozen-mlp", "frozen-experts", "frozen-experts-wide"])
+@pytest.mark.parametrize(
+    "case", ["frozen-mlp", "frozen-experts", pytest.param("frozen-experts-wide", marks=pytest.mark.slow)]
+)
 def test_frozen_kernels(case: str, machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.endswith("wide"):
         monkeypatch.setitem(CASES, case, replace(CASES[case], tokens=8))
@@ -103,6 +105,7 @@ OUTCOMES: dict[str, tuple[str, str | None, tuple[str, ...], str]] = {
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("fault", OUTCOMES)
 @pytest.mark.parametrize("function", [FORWARD, BACKWARD])
 def test_each_fault_is_told_apart(function: str, fault: str, machine: Start) -> None:

@@ -184,7 +184,7 @@ def test_what_a_block_says_of_itself(converted: Converted) -> None:
     assert "frozen e4m3fn, swizzled, H=128, I=256" in text
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
 def test_a_frozen_model_is_one_graph(converted: Converted, family: str) -> None:
     model = load(converted(family, precision="mxfp8"))
     expected = logits(model)

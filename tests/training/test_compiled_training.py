@@ -70,7 +70,7 @@ def test_a_block_is_one_graph_forward_and_backward(family: str, backend: str) ->
             assert torch.equal(actual, wanted), config
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
 def test_a_training_step_has_no_graph_break(family: str) -> None:
     model = tiny_model(family)
     patch_model(model)

@@ -82,13 +82,10 @@ def assert_resumed(results: list[dict[str, Any]], layout: str, others: list[str]
 
 
 def test_saved_whole_and_in_parts_and_resumed(repo_root: Path, tmp_path: Path) -> None:
-    layouts = [("tp2", "fsdp2"), ("ep2_fsdp2", "tp2"), ("fsdp2", "ep2_fsdp2")]
-    cells = [*(["saving", *pair] for pair in layouts), ["resumed", "ep2_fsdp2", ["tp2"]]]
-    cells += [["evaluated", "fsdp2"]]
+    cells = [["saving", "ep2_fsdp2", "tp2"], ["resumed", "ep2_fsdp2", ["tp2"]], ["evaluated", "fsdp2"]]
     found = launched(repo_root, tmp_path, cells)
-    *saved, resumed, evaluated = found.cells
-    for results in saved:
-        assert_saved(results, found.folder)
+    saved, resumed, evaluated = found.cells
+    assert_saved(saved, found.folder)
     for result in evaluated:  # the evaluation leaves FSDP2's last group gathered
         assert result["error"] is None and result["weights"][0] == result["weights"][1]
     assert_resumed(resumed, "ep2_fsdp2", ["tp2"], found.alone)
@@ -121,8 +118,13 @@ def test_resumed_with_dropout_or_adapters_and_what_is_an_error_of_all(repo_root:
     }
     cells: list[list[Any]] = [["resumed", "fsdp2", [], 0.2], ["resumed", "ep2_fsdp2", ["tp2"], 0.0, 4]]
     cells += [["best", "ep2_fsdp2"], ["scattered", "fsdp2"], ["failing", "fsdp2"]]
+    cells += [["saving", "tp2", "fsdp2"], ["saving", "fsdp2", "ep2_fsdp2"]]
     cells += [["refusing", "fsdp2", damage] for damage in damages]
-    dropout, adapters, best, scattered, failing, *refused = launched(repo_root, tmp_path, cells).cells
+    found = launched(repo_root, tmp_path, cells)
+    dropout, adapters, best, scattered, failing, *saved = found.cells[:7]
+    refused = found.cells[7:]
+    for results in saved:
+        assert_saved(results, found.folder)
     for result in (*dropout, *adapters):
         assert result["error"] is None
         assert result["again"] == result["losses"] and result["weights"][0] == result["weights"][1]

@@ -62,6 +62,7 @@ class Replaying(Watch):
 
 
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["full", "minimal", "recompute", "up", "fp8"])
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
@@ -184,7 +185,7 @@ def broken(block: Any, kernel: str, change: Change) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
 def test_faults_are_named_in_their_step(family: str, converted: Converted) -> None:
     model = load(converted(family, precision="mxfp8", layout="fused")).train()
     watch, step = Watch(model, Bands()), 0

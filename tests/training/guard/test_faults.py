@@ -93,8 +93,13 @@ def _of_other_limits(put: Any) -> Any:
     return lambda rows, *place: put(replace(rows, limits=(0.5, -0.5)), *place)
 
 
-@pytest.mark.parametrize("family", [DENSE, EXPERTS])
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(
+    ("precision", "family"),
+    [
+        *(("bf16", EXPERTS), ("mxfp8", DENSE)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bf16", DENSE), ("mxfp8", EXPERTS))),
+    ],
+)
 def test_faults_of_activations_saved_in_fp8_are_named(
     family: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
