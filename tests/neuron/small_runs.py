@@ -113,6 +113,7 @@ def train_with_trainer(model: nn.Module, folder: Path, **options: Any) -> list[f
         "max_steps": 3,
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-3,
+        "adam_epsilon": 1e-4,  # else Adam's first step is as large where a gradient is nothing but rounding
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
