@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, Ro
 from hf_neuron_moe.backends.torch import backend, compute, device_products, generation
 from hf_neuron_moe.backends.torch.device_quantize import quantize_, quantize_rows_
 from hf_neuron_moe.backends.torch.device_runs import sort_on_device
-from hf_neuron_moe.backends.torch.experts import sort_pairs
+from hf_neuron_moe.backends.torch.experts import Rows, sort_pairs
 from hf_neuron_moe.backends.torch.tiles import row_tiles
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.formats import fake_quantize_mx
@@ -348,13 +348,22 @@ def test_many_small_experts_are_computed_at_once_on_cpus(precision: str) -> None
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_generation_with_many_small_experts(native: bool, precision: str) -> None:
+def test_generation_with_many_small_experts(native: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that stay quantized between calls are multiplied for one expert after another."""
+    monkeypatch.setattr(backend, "computes_at_once", lambda *_: True)  # whatever this processor would choose
+    with_rows, borders = generation.experts, []
+
+    def noted(x: Tensor, rows: Rows, *others: Any) -> Tensor:
+        borders.append(rows.on_device)
+        return with_rows(x, rows, *others)
+
+    monkeypatch.setattr(generation, "experts", noted)
     problem, spec = Problem(32, 6, 2, 64, 64), BlockSpec(precision)
     x = problem.x.to(torch.float32 if precision == "fp32" else torch.bfloat16)
     arguments = (x, problem.routing, ExpertWeights(problem.gate_up, problem.down), spec)
     expected, found = (get_backend("torch").experts_forward(*arguments, parse_keep(k))[0] for k in ("minimal", ""))
     assert distance(found, expected) <= (1e-6 if precision == "fp32" else ONE_ROUNDING)
+    assert borders == [None] * (precision == "mxfp8")  # the host knows them, for its packed weights
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama"])
