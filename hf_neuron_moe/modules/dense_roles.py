@@ -58,6 +58,7 @@ class DenseRoles:
     before: tuple[str, ...] = ()  # names of the modules through which the input goes first, in order
     after: tuple[str | float, ...] = ()
     """Steps after the operator, in order: the name of a dropout or of a parameter (a factor), or a probability."""
+    cast_back: bool = False  # whether the result is cast to the input's dtype, which modules before may change
 
     @property
     def linears(self) -> tuple[str, ...]:

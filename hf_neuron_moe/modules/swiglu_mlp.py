@@ -145,17 +145,20 @@ class NeuronSwiGLUMLP(NeuronBlock):
             return self._compute(hidden_states)
         roles = self.neuron_roles
         check_attributes(self, roles, layers=self.neuron_layers)
+        dtype = hidden_states.dtype
         for name in roles.before:
             hidden_states = self._attribute(name)(hidden_states)
         check_rank(self, roles, hidden_states)
         result = self._compute(hidden_states)
+        if torch.is_autocast_enabled(result.device.type):  # where layers return one dtype, whatever a norm returned
+            result = result.to(dtype)
         for step in roles.after:
             held = _step(self, step) if isinstance(step, str) else step
             if isinstance(held, Tensor):
                 result = result * held
                 continue
             result = held(result) if isinstance(held, nn.Module) else F.dropout(result, held, self.training)
-        return result
+        return result.to(dtype) if roles.cast_back else result
 
     def _compute(self, hidden_states: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled() and type(hidden_states) is Tensor:

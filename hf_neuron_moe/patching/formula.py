@@ -125,7 +125,8 @@ class _Matcher:
         """Return the roles; what only the instance says is left out."""
         if result[0] == "cast" and result[2] != "back":
             raise NotSwiGLU("its result is cast to a dtype that may not be its input's")
-        result = result[1] if result[0] == "cast" else result
+        cast_back = result[0] == "cast"
+        result = result[1] if cast_back else result
         after: list[str | float] = []
         while result[0] in ("dropout", "weighted"):
             after.insert(0, result[1])
@@ -144,7 +145,7 @@ class _Matcher:
             if gate is not None and up is not None:
                 roles = _joined(gate, up, down, self.called_gate(gate.activation))
                 if roles is not None:
-                    return replace(roles, after=tuple(after))
+                    return replace(roles, after=tuple(after), cast_back=cast_back)
         below = None if self.below is None else f"its forward clamps the activation from below, at {self.below:g}"
         raise NotSwiGLU(below or _FORM)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from hf_neuron_moe.patching import source_halves as halves, source_shapes as shapes
 from hf_neuron_moe.patching.source_values import (
     NO_CONSTANT,
+    NO_TENSORS,
     Arguments,
     Constants,
     Expression,
@@ -147,13 +148,16 @@ def _float(read: Reading, tensor: ast.expr, _: Arguments) -> Expression:
 
 def _to(read: Reading, tensor: ast.expr, given: Arguments) -> Expression | None:
     """A cast to fp32, or to the dtype of a tensor of the forward."""
+    known = read.constants.values
     match list(given.values()):
         case [ast.Attribute(value=ast.Name(id="torch"), attr="float32" | "float")]:
             return _float(read, tensor, given)
-        case [ast.Attribute(value=ast.Name(id=name), attr="dtype")] if name in read.constants.values:
-            return ("cast", read.evaluate(tensor), cast_kind(read.constants.values[name]))
-        case [ast.Name(id=name)] if read.constants.values.get(name, ("",))[0] == "dtype":
-            return ("cast", read.evaluate(tensor), read.constants.values[name][1])
+        case [ast.Attribute(value=ast.Name(id=name), attr="dtype")] if name in known:
+            return ("cast", read.evaluate(tensor), cast_kind(known[name], read.constants.module))
+        case [ast.Name(id=name)] if name in known and known[name][0] not in NO_TENSORS:
+            return ("cast", read.evaluate(tensor), cast_kind(known[name], read.constants.module))
+        case [ast.Name(id=name)] if name in known and known[name][0] == "dtype":
+            return ("cast", read.evaluate(tensor), known[name][1])
     return None
 
 
@@ -207,6 +211,7 @@ CALLS: dict[Any, Meaning] = {
     torch.Tensor.contiguous: Meaning(_itself),
     torch.Tensor.float: Meaning(_float),
     torch.Tensor.to: Meaning(_to, "dtype"),
+    torch.Tensor.type_as: Meaning(_to, "other"),
 }
 """By the function; a tensor's method is read as the function that computes the same."""
 METHODS: dict[str, Any] = {
@@ -219,6 +224,7 @@ METHODS: dict[str, Any] = {
     "float": torch.Tensor.float,
     "to": torch.Tensor.to,
     "type": torch.Tensor.to,
+    "type_as": torch.Tensor.type_as,
 }
 MODULES = {nn.SiLU: F.silu, nn.GELU: F.gelu, nn.Sigmoid: torch.sigmoid}
 """Classes of modules that source makes where it calls them, by what they compute."""

@@ -76,7 +76,7 @@ class Expressions:
         """What a variable gets: an expression of the input, a dtype, a size, a shape or a constant."""
         match node:
             case ast.Attribute(value=ast.Name(id=tensor), attr="dtype") if tensor in self.values:
-                return ("dtype", cast_kind(self.values[tensor]))
+                return ("dtype", cast_kind(self.values[tensor], self.module))
             case ast.Name(id=name) if self.values.get(name, ("overwritten",))[0] in {*NO_TENSORS} - {"overwritten"}:
                 return self.values[name]
         whole = halved(self, node)

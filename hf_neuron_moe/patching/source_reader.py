@@ -82,7 +82,7 @@ class Reader(Expressions):
                 case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]) if (
                     self.casts_for_layer(name, value) and changes_nothing(self, test)
                 ):
-                    continue
+                    self.values[name] = self.evaluate(value)
                 case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
                     before, after = self.evaluate(target), self.evaluate(ast.BinOp(target, op, value))
                     self.overwrite(before, last=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from hf_neuron_moe.modules.dense_roles import FUNCTIONS, Presence, constant_of
+from hf_neuron_moe.modules.structure import gate_of
 
 EXPECTED = "expected down_proj(act_fn(gate_proj(x)) * up_proj(x))"
 
@@ -59,9 +60,17 @@ NO_TENSORS = ("dtype", "constant", "size", "rows of", "shape", "half_size", "ove
 """Kinds of local variables that are no expression of the input."""
 
 
-def cast_kind(value: Expression) -> str:
-    """Return the kind of a cast to the dtype of `value`: the layers' if it is surely that."""
+def cast_kind(value: Expression, module: nn.Module | None) -> str:
+    """Return the kind of a cast to the dtype of `value`: the layers' if it is surely that.
+
+    Raises:
+        NotSwiGLU: it is the result of a module of `module` that may have any dtype.
+    """
     while value[0] == "part":  # a linear layer's dtype is its input's, an activation's too
+        held = None if module is None else module._modules.get(value[1])
+        if held is not None and not isinstance(held, nn.Linear) and gate_of(held) is None:
+            title = f"its {value[1]} ({type(held).__name__})"
+            raise NotSwiGLU(f"its forward casts to the dtype of what {title} returns, which may not be its input's")
         value = value[2]
     same = value in (INPUT, ROWS) or (value[0] == "cast" and value[2] == "back")
     return "back" if same else "float"
