@@ -195,11 +195,18 @@ def _has_gate(kind: str, module: nn.Module, unread: bool = False) -> bool:
     if _has_dense_names(module):
         return True
     matrices = _matrices(module)
-    if len(matrices) == 2:
-        (first_out, first_in), (second_out, second_in) = matrices
-        if first_out == second_in and second_out != 2 * first_in:
-            return False
-    return unread or multiplies_branches(type(module).forward)
+    if _in_a_row(matrices):
+        return False
+    halved = len(matrices) == 2 and any(one[0] == 2 * other[1] for one, other in (matrices, reversed(matrices)))
+    return halved or unread or multiplies_branches(type(module).forward)
+
+
+def _in_a_row(matrices: list[tuple[int, ...]]) -> bool:
+    """Whether there are two matrices, the second for the first one's result as it is."""
+    if len(matrices) != 2:
+        return False
+    (first_out, first_in), (second_out, second_in) = matrices
+    return first_out == second_in and second_out != 2 * first_in
 
 
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
@@ -212,7 +219,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     except NotSwiGLU as answer:
         if not _has_gate(kind, module, answer.unread):
             none = "its forward multiplies no two branches before a projection"
-            row = "two projections in a row" if len(_matrices(module)) == 2 else none
+            row = "two projections in a row" if _in_a_row(_matrices(module)) else none
             return replace(base, gated=False, reason=f"it has no gate: {row}")
         # What a reader looks for first: a wrapped module explains more than the source does.
         return replace(base, reason=next(chain(_instance_reasons(module), [str(answer)])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 from collections.abc import Callable, Hashable
 from copy import deepcopy
@@ -187,10 +188,20 @@ class Expressions:
         return found
 
     def is_foreign(self, function: ast.expr) -> bool:
-        """Whether the function of a call is neither a tensor's method nor PyTorch's, so that it may be a gate."""
+        """Whether the function of a call may be a gate: it is no tensor's method and nothing that PyTorch computes."""
         called = self.resolve(function)
-        own = isinstance(function, ast.Attribute) and ast.unparse(function.value) == self.own
-        return own or (called is not None and not is_torchs(called))
+        if called is not None:
+            runs_others = str(getattr(called, "__module__", "")).startswith(("torch.utils", "torch._ops"))
+            return runs_others or not (is_torchs(called) and is_torchs(getattr(called, "__self__", None)))
+        match function:
+            case ast.Name(id=name):
+                return not hasattr(builtins, name)
+            case ast.Attribute(value=holder, attr=name):
+                return ast.unparse(holder) == self.own or not hasattr(torch.Tensor, name)
+            case ast.Call(func=kind):
+                made = self.resolve(kind)
+                return not (isinstance(made, type) and is_torchs(made))
+        return True
 
     def own_call(self, name: str, node: ast.Call) -> Expression | None:
         """``self.<name>(...)``: a module or function of the instance, or a method of its class."""

@@ -68,15 +68,17 @@ def multiplies_branches(forward: Callable[..., Any]) -> bool:
         function = parsed(inspect.unwrap(forward))
     except NotSwiGLU:
         return True
-    arguments = function.args
-    names = {each.arg for each in (*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs)}
+    own = {each.arg for each in function.args.args[:1]}
+    names = {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)} - own
     assigned = (each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
     depends = names | {each.id for each in assigned}
 
     def is_branch(node: ast.expr) -> bool:
         return any(isinstance(each, ast.Name) and each.id in depends for each in ast.walk(node))
 
-    results = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)]
+    inner = (each for each in ast.walk(function) if isinstance(each, ast.FunctionDef) and each is not function)
+    nested = {each for one in inner for each in ast.walk(one)}  # whose results are not the forward's
+    results = [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each not in nested]
     returned = {part for each in results for part in (each.elts if isinstance(each, ast.Tuple) else [each])}
     for node in ast.walk(function):
         match node:

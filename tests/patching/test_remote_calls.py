@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
 from hf_neuron_moe import patch_model
@@ -539,6 +540,66 @@ class DeletedMLP(BaseMLP):
         return self.d(h * u)  # noqa: F821
 
 
+class OfTypeMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(type(self).gate(self.g(x), self.u(x)))
+
+    @staticmethod
+    def gate(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+class OfSuperMLP(OfTypeMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(super().gate(self.g(x), self.u(x)))
+
+
+class OfTableMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(GATES["gated"](self.g(x), self.u(x)))
+
+
+class OfNameMLP(OfTypeMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(getattr(self, self.name)(self.g(x), self.u(x)))
+
+
+class CheckpointedMLP(OfTypeMLP):
+    def forward(self, x: Tensor) -> Any:
+        return self.d(checkpoint(self.gate, self.g(x), self.u(x)))
+
+
+class GateFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+class AppliedMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Any:
+        return self.d(GateFunction.apply(self.g(x), self.u(x)))
+
+
+class NestedMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(gate: Tensor, up: Tensor) -> Tensor:
+            return F.silu(gate) * up
+
+        return self.d(inner(self.g(x), self.u(x)))
+
+
+class LoopMLP(BaseMLP):
+    """Only shapes tell that there may be a gate between its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("gu", "glu", "d"):
+            x = self._modules[name](x)
+        return x
+
+
+GATES = {"gated": gated}
+
+
 class OtherInlineMLP(BaseMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.d(nn.Mish()(self.g(x)) * self.u(x))
@@ -592,6 +653,14 @@ REFUSED = [
     (AssertingMLP(), r"has the statement `assert g\.clamp_"),
     (FailingMLP(), "does not run on a small example: AssertionError"),
     (DeletedMLP(), "computes `u`"),
+    (OfTypeMLP(), r"its forward computes `type\(self\)\.gate\(self\.g\(x\), self\.u\(x\)\)`"),
+    (OfSuperMLP(), r"its forward computes `super\(\)\.gate\("),
+    (OfTableMLP(), r"its forward computes `GATES\['gated'\]\("),
+    (OfNameMLP(name="gate"), r"its forward computes `getattr\(self, self\.name\)\("),
+    (CheckpointedMLP(), r"its forward computes `checkpoint\(self\.gate, "),
+    (AppliedMLP(), r"its forward computes `GateFunction\.apply\("),
+    (NestedMLP(), r"its forward has the statement `def inner\("),
+    (LoopMLP(fused=True, glu=SwiGLU()), r"its forward has the statement `for name in \('gu', 'glu', 'd'\)"),
     (OtherInlineMLP(), r"computes `nn\.Mish\(\)\(self\.g\(x\)\)`"),
 ]
 
