@@ -40,7 +40,11 @@ GATES = {
 
 @pytest.mark.parametrize("family", GATES)
 def test_gates_are_a_column_where_one_is_not_silu(family: str) -> None:
-    report = patch_model(tiny_model(family), strict=False)
+    model = tiny_model(family)
+    for module in model.modules() if family == "gpt_oss" else ():
+        if hasattr(module, "limit"):
+            module.limit = 0.75  # no option of the configuration in transformers 5.17
+    report = patch_model(model, strict=False)
     plain = json.loads(json.dumps(report.to_dict()))["entries"]
     assert GATES[family] in {entry["gate"] for entry in plain if entry["status"] == "patched"}
     header, *rows = str(report).splitlines()[1:]
