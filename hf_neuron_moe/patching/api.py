@@ -23,6 +23,7 @@ from hf_neuron_moe.patching.preconditions import (
     changed,
     check_called,
     check_model,
+    check_no_global_hooks,
     check_not_patched_elsewhere,
     check_outcome,
     inner_model,
@@ -91,6 +92,7 @@ def _planned(
             _check_repeated(home, state, request, strict)
             return home, [], state
     check_not_patched_elsewhere(model, home)
+    check_no_global_hooks()
     config_asked, include_globs, exclude_globs = request
     candidates = discover(home, prefix)
     blocks = [(candidate.name, *candidate.aliases) for candidate in candidates]

@@ -331,7 +331,8 @@ def _experts_reasons(module: nn.Module, form: ExpertsForm) -> Iterator[str]:
 def _dtype_reasons(module: nn.Module) -> Iterator[str]:
     dtypes = {param.dtype for param in module.parameters()}
     if len(dtypes) > 1:
-        yield f"its weights have different dtypes ({', '.join(sorted(map(str, dtypes)))})"
+        names = ", ".join(sorted(map(str, dtypes)))
+        yield f"its weights have different dtypes ({names}); give them one, as model.to(torch.bfloat16) does"
     if not dtypes <= set(_WEIGHT_DTYPES):
         yield f"its weights are {dtypes.pop()}; the kernels take {', '.join(map(str, _WEIGHT_DTYPES))}"
     devices = {param.device for param in module.parameters()}

@@ -129,6 +129,25 @@ _RULES: tuple[tuple[str, Callable[[nn.Module], Iterator[str]], str], ...] = (
 )
 
 
+_GLOBAL_HOOKS = {
+    "_global_forward_pre_hooks": "register_module_forward_pre_hook",
+    "_global_forward_hooks": "register_module_forward_hook",
+    "_global_backward_pre_hooks": "register_module_full_backward_pre_hook",
+    "_global_backward_hooks": "register_module_full_backward_hook",
+}
+
+
+def check_no_global_hooks() -> None:
+    """Refuse to patch while hooks run at the calls of all modules: they would not see a block's layers any more."""
+    found = [register for kind, register in _GLOBAL_HOOKS.items() if getattr(nn.modules.module, kind)]
+    if found:
+        raise unsupported(
+            "patched while no hook is registered for all modules",
+            f"hooks of {' and '.join(found)}",
+            "Remove them, patch, and register them again. They then see a patched block, not the layers in it.",
+        )
+
+
 def inner_model(model: nn.Module) -> tuple[nn.Module, str]:
     """Return the model inside peft's wrappers, or `model` itself, and its name in `model`.
 

@@ -200,7 +200,7 @@ def with_activation_hook(module: nn.Module) -> None:
         ),
         (with_instance_forward, "its forward is overridden on the instance"),
         (with_accelerate_hook, "accelerate dispatches it through a hook"),
-        (with_mixed_dtypes, "its weights have different dtypes"),
+        (with_mixed_dtypes, "its weights have different dtypes (torch.bfloat16, torch.float32); give them one"),
         (with_float64, "its weights are torch.float64"),
         (with_activation_hook, "act_fn has hooks"),
     ],
@@ -209,12 +209,33 @@ def test_modified_modules_are_refused_with_the_reason(change: Any, reason: str) 
     model = tiny_model("llama")
     change(model.model.layers[1].mlp)
     message = refused_reason(model)
-    assert_matches(f"model.layers.1.mlp .LlamaMLP.: .*{reason}", message)
+    assert_matches(f"model.layers.1.mlp .LlamaMLP.: .*{re.escape(reason)}", message)
     assert_matches("exclude=.*strict=False", message)
     report = patch_model(model, strict=False)
     assert [entry.status for entry in report.entries] == ["patched", "refused"]
     assert reason in report.refused[0].reason
     assert_matches("Refused blocks stay stock.*exclude=", str(report))
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_hooks_of_all_modules_are_refused_while_a_model_is_patched(kind: str) -> None:
+    model, called = tiny_model("llama"), []
+    register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+    handle = register(lambda *_: called.append(1))
+    try:
+        with refused(UnsupportedModelError, "model", f"got hooks of register_module_{kind}_hook"):
+            patch_model(model)
+        assert not called  # by the probe
+    finally:
+        handle.remove()
+    report = patch_model(model)
+    handle = register(lambda *_: called.append(1))
+    try:
+        assert patch_model(model) is report
+        model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()
+        assert called
+    finally:
+        handle.remove()
 
 
 class Packed(torch.Tensor):
