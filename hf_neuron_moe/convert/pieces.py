@@ -82,9 +82,8 @@ def _pieces(
 ) -> list[Piece]:
     """Pieces of one in-memory parameter; `start` is its first row in the fused weight."""
     if assignment is None:
-        got = "no tensor for it, because another parameter shares its memory"
-        fix = "Save the model again with transformers, which stores a shared module once under its first name."
-        raise ConversionError.about(f"parameter {name}", "stored in the checkpoint under a name of its own", got, fix)
+        fix = "Save the model again with transformers, all parameters included."
+        raise ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)
     if assignment.converter is None:
         (tensor,) = assignment.sources[""]
         return [_piece(tensor, shape, start=start, **form_of)]

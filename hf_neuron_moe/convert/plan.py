@@ -85,7 +85,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     source = read_checkpoint(directory)
     model = meta_model(directory, source)
     source, assignments = assign_values(model, source)
-    candidates = [_convertible(candidate) for candidate in discover(model)]
+    candidates = [_convertible(candidate, model) for candidate in discover(model)]
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     taken = [candidate for candidate in candidates if candidate.reason is None]
     _check_mx(options, taken)
@@ -173,11 +173,15 @@ def _left(
     return left
 
 
-def _convertible(candidate: Candidate) -> Candidate:
-    """The candidate, refused where gate and up rows of the source alternate in a way that no piece describes."""
+def _convertible(candidate: Candidate, model: PreTrainedModel) -> Candidate:
+    """The candidate, refused where no piece describes its rows' order, or where others use its weights too."""
     roles, form = candidate.roles, candidate.form
     alternate = roles.interleaved if roles is not None else form is not None and form.interleaved > form.transposed
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    names = {prefix_of(candidate.name) + name for name, _ in candidate.module.named_parameters()}
     reason = "no converted layout is known for alternating rows of gate and up" if alternate else None
+    if candidate.aliases or names & tied:
+        reason = "several modules of the model share its weights, and converted weights belong to one"
     return replace(candidate, reason=candidate.reason or reason)
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
+from hf_neuron_moe import patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, sealed
 from hf_neuron_moe.convert.notes import left_facts, left_notes
@@ -126,3 +128,32 @@ def test_other_reasons_get_lines_of_their_own():
         "2 modules left in source form (6 tensors, 8 bytes): a.0,2.b: x",
         "1 module left in source form (3 tensors, 4 bytes): a.1.b: y",
     ]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "one module"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_blocks_that_share_weights_are_left(precision, tied, tmp_path, monkeypatch):
+    """Zamba ties the MLPs of its layers; other code has one module in two of them. Its files name it once."""
+    build = modeling_llama.LlamaModel.__init__
+    names = [f"mlp.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
+    shared = {f"model.layers.1.{name}": f"model.layers.0.{name}" for name in names}
+
+    def build_shared(self: modeling_llama.LlamaModel, config: LlamaConfig) -> None:
+        build(self, config)
+        if not tied:
+            self.layers[1].mlp = self.layers[0].mlp
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "__init__", build_shared)
+    monkeypatch.setattr(LlamaForCausalLM, "_tied_weights_keys", shared)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
+    tiny_model("llama", **sizes, tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path / "src")
+    with pytest.warns(NeuronMoEWarning, match="left in source form.*several modules of the model share its weights"):
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst", ConvertOptions(precision))
+    assert list(read_manifest(tmp_path / "dst").left) == ["model.layers.0.mlp"]
+    stock, model = (LlamaForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("src", "dst"))
+    patch_model(stock, {"precision": precision}, include=["model.layers.2.*"])
+    ids = torch.arange(8)[None]
+    # A model of bf16 layouts is patched as a whole, where that is possible: its other blocks round otherwise.
+    atol = 0.02 if precision == "bf16" else 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=0, atol=atol)
