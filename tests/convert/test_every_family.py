@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,6 +34,7 @@ from hf_neuron_moe.convert.audit.compare import Comparison, _output, blocks_of
 from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
 from hf_neuron_moe.convert.plan import _check_mx
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 from hf_neuron_moe.modules.block import NeuronBlock
@@ -391,3 +393,31 @@ def test_globs_are_offered_where_they_leave_a_block_in_mx(family: str, precision
         else refused(ConversionError, "precision", f"with dropout after it. Use --precision {fix}")
     ):
         public("convert")(_check_mx)(ConvertOptions(precision), given)
+
+
+_FIRST = "model.layers.0.mlp.experts"
+WRONG_NETWORKS = {
+    "order": {"biases": [f"{_FIRST}.down_proj_bias", f"{_FIRST}.gate_up_proj_bias"]},
+    "one bias": {"biases": [f"{_FIRST}.gate_up_proj_bias"]},
+    "too many biases": {"biases": [f"{_FIRST}.gate_up_proj_bias", *[f"{_FIRST}.down_proj_bias"] * 3]},
+    "no activation": {"gate": {"act": "tanh"}},
+    "no field": {"gate": {"limit": 1.0}},
+    "limits": {"gate": {"up_max": -1.0, "up_min": 1.0}},
+    "no gate": {"gate": {"gated": False}},
+    "half a gate": {"gate": {"gated": 0.5}},
+}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG_NETWORKS, "no module"])
+def test_a_network_that_the_weights_do_not_have_is_named(wrong, tmp_path):
+    source, folder = made("gpt_oss", tmp_path / "src"), tmp_path / "dst"
+    convert_checkpoint(source, folder, ConvertOptions("mxfp8", pad=True))
+    path = folder / MANIFEST_FILE
+    manifest = json.loads(path.read_text())
+    networks, name = manifest["networks"], "model.layers.9.mlp" if wrong == "no module" else _FIRST
+    networks[name] = {**networks[_FIRST], **WRONG_NETWORKS.get(wrong, {})}
+    path.write_text(json.dumps(sealed(manifest)))
+    (finding,) = verify_checkpoint(folder, source).findings
+    assert (finding.check, finding.subject) == ("coverage", name) and finding.message.startswith("said to ")
+    with refused(SourceDamageError, MANIFEST_FILE, got=name):
+        export_checkpoint(folder, tmp_path / "values", allow_inexact=True)

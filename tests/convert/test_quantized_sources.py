@@ -244,7 +244,7 @@ def test_a_module_that_is_left_is_decoded_too(tmp_path, monkeypatch):
     source, wanted = aria(tmp_path / "src")
     reason = "not today"
 
-    def judged(candidate: Candidate) -> Candidate:
+    def judged(candidate: Candidate, _: object) -> Candidate:
         return replace(candidate, reason=reason) if candidate.kind == EXPERTS else candidate
 
     monkeypatch.setattr("hf_neuron_moe.convert.plan._convertible", judged)

@@ -8,22 +8,50 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from hf_neuron_moe.backends.gate import Gate, checked_gate
+from hf_neuron_moe.convert.audit.networks import ACTIVATIONS
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, ranks_of, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept, experts_in, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError
 
 
 def disagreements(manifest: Manifest) -> list[tuple[str, str]]:
     """Find weights whose stored tensors are not what their pieces and the options make, and say what is wrong."""
-    return [
+    found = [
         (weight, message)
         for weight, tensors in manifest.by_weight().items()
         if weight in manifest.weights
         for message in _wrong(weight, manifest.weights[weight], tensors, manifest)
     ]
+    return found or [(module, message) for module in manifest.networks for message in _wrong_network(module, manifest)]
+
+
+def _wrong_network(module: str, manifest: Manifest) -> Iterator[str]:
+    """What a module is said to compute that no block of its weights computes."""
+    prefix, network = f"{module}." if module else "", manifest.networks[module]
+    roles = ("gate_up_proj", "up_proj", "down_proj")
+    names = [prefix + role + suffix for suffix in ("", ".weight") for role in roles]
+    weights = [manifest.weights[name] for name in names if name in manifest.weights]
+    if len(weights) != 2:
+        yield "said to compute something, without the weights of a converted block"
+        return
+    gated = is_gate_up(next(name for name in names if name in manifest.weights))
+    try:
+        gate = checked_gate(Gate(**network.gate))
+    except (TypeError, ConfigError):
+        gate = None
+    if gate is None or gate.act not in ACTIVATIONS or gate.gated is not gated:
+        yield f"said to have the gate {network.gate}, which no block of its weights has"
+    sizes = [max(piece.rows.stop for piece in pieces) for pieces in weights]
+    inputs = max(1, len(network.biases) - 1)
+    rows = [*[sizes[0] // inputs] * inputs, sizes[1]]
+    shapes = [manifest.weights[name][0].shape[-1:] if name else () for name in network.biases]
+    counts = (0, 2, 3) if gated else (0, 2)
+    if len(shapes) not in counts or any(shape not in ((), (size,)) for shape, size in zip(shapes, rows)):
+        yield f"said to have the biases {', '.join(network.biases)}, which do not fit its weights"
 
 
 def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], manifest: Manifest) -> list[str]:

@@ -23,6 +23,8 @@ _ACTIVATIONS: dict[str, Any] = {
     "squared_relu": lambda x: F.relu(x).square(),
 }
 
+ACTIVATIONS = ("swish", *_ACTIVATIONS)
+
 
 def intermediate(gate: Mapping[str, Any], parts: Sequence[Tensor]) -> Tensor:
     """Return ``h`` of the pre-activations ``(g, u)``, or ``(u,)`` without a gate projection.
@@ -37,7 +39,7 @@ def intermediate(gate: Mapping[str, Any], parts: Sequence[Tensor]) -> Tensor:
     elif act in _ACTIVATIONS:
         value = _ACTIVATIONS[act](g)
     else:
-        raise not_one_of("act", act, ("swish", *_ACTIVATIONS))
+        raise not_one_of("act", act, ACTIVATIONS)
     if len(parts) == 1:
         return value
     up = parts[1].clamp(gate.get("up_min", -math.inf), gate.get("up_max", math.inf)) + gate.get("up_offset", 0.0)
