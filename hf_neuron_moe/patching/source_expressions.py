@@ -160,7 +160,7 @@ class Expressions:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 value = bare(self.evaluate(operand))
                 whole, factor = value[1:3] if value[0] == "scaled" else (value, 1)
-                found = ("scaled", whole, -factor, line(node))
+                found = whole if factor == -1 else ("scaled", whole, -factor, line(node))
             case ast.NamedExpr(target=ast.Name(id=name) as target, value=value):
                 self.values[name] = self.value(value)
                 return self.evaluate(target)

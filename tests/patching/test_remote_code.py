@@ -154,6 +154,12 @@ class WeightDtypeMLP(BaseMLP):
         return self.d(h.to(self.d.weight.dtype))
 
 
+class TwiceNegatedMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g = -self.g(x)
+        return self.d(self.act(-g) * self.u(x))
+
+
 class Config:
     """Plain values."""
 
@@ -183,6 +189,7 @@ ACCEPTED = [
     (TpMLP(config=Config()), Gate()),
     (DivOneMLP(scale=1), Gate()),
     (WeightDtypeMLP(), Gate()),
+    (TwiceNegatedMLP(), Gate()),
 ]
 
 
