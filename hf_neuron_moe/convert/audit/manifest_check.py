@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hf_neuron_moe.backends.gate import Gate, checked_gate
-from hf_neuron_moe.convert.audit.networks import ACTIVATIONS
+from hf_neuron_moe.convert.audit.networks import is_gate
 from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SOURCE, ranks_of, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept, experts_in, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError
+from hf_neuron_moe.errors import NeuronMoEError
 
 
 def disagreements(manifest: Manifest) -> list[tuple[str, str]]:
@@ -39,11 +38,7 @@ def _wrong_network(module: str, manifest: Manifest) -> Iterator[str]:
         yield "said to compute something, without the weights of a converted block"
         return
     gated = is_gate_up(next(name for name in names if name in manifest.weights))
-    try:
-        gate = checked_gate(Gate(**network.gate))
-    except (TypeError, ConfigError):
-        gate = None
-    if gate is None or gate.act not in ACTIVATIONS or gate.gated is not gated:
+    if not is_gate(network.gate, gated):
         yield f"said to have the gate {network.gate}, which no block of its weights has"
     sizes = [max(piece.rows.stop for piece in pieces) for pieces in weights]
     inputs = max(1, len(network.biases) - 1)

@@ -24,6 +24,17 @@ _ACTIVATIONS: dict[str, Any] = {
 }
 
 ACTIVATIONS = ("swish", *_ACTIVATIONS)
+_NUMBERS = {"alpha", "gate_max", "gate_min", "up_max", "up_min", "act_max", "up_offset", "gate_softcap", "up_softcap"}
+
+
+def is_gate(gate: Mapping[str, Any], gated: bool) -> bool:
+    """Whether these numbers define a function of gate and up, or of up alone where it is not `gated`."""
+    numbers = {name: value for name, value in gate.items() if name not in ("act", "gated")}
+    known = numbers.keys() <= _NUMBERS and all(type(each) in (int, float) for each in numbers.values())
+    if not known or gate.get("act", "silu") not in ACTIVATIONS or gate.get("gated", True) is not gated:
+        return False
+    limits = [(gate.get(f"{part}_min", -math.inf), gate.get(f"{part}_max", math.inf)) for part in ("gate", "up")]
+    return all(map(math.isfinite, numbers.values())) and all(low < high for low, high in limits)
 
 
 def intermediate(gate: Mapping[str, Any], parts: Sequence[Tensor]) -> Tensor:
