@@ -220,7 +220,7 @@ def test_the_documents_have_the_counts_of_operations(repo_root: Path) -> None:
     assert len(rows) == 7
     for named, policy, operations, kernels in rows:
         precision = named or precision
-        found = counted(layer.patched("triton", precision, policy), triton=True)
+        found = counted(layer.patched("triton", precision, policy), accelerator=True, triton=True)
         assert (found["operations"], found["triton_kernels"]) == (int(operations), int(kernels)), (precision, policy)
     table = (repo_root / "docs/performance.md").read_text().partition("| at once | bf16")[2]
     for precision, operations in zip(("bf16", "mxfp8", "fp32"), re.findall(r"(\d+) \| 0 \|", table)[:3], strict=True):
