@@ -25,7 +25,7 @@ from hf_neuron_moe.explore.measures import (
 from hf_neuron_moe.explore.operand_sums import MXFP4, MXFP8, mx_values
 from hf_neuron_moe.formats.group_fp8 import DEFAULT_GROUP_SIZE, group_dequantize_fp8, group_quantize_fp8
 from hf_neuron_moe.formats.padding import padded_size
-from hf_neuron_moe.training.block_calls import Call, ExpertRows, intermediate
+from hf_neuron_moe.training.block_calls import Call, ExpertRows, intermediate, rounded_product
 
 
 def measure_weights(block: BlockMeasures, call: Call, formats: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ def measure_rows(
         made_RI = intermediate(call.spec.gate, pre[0], leaves[-1])
     down_HI = call.projections.down_EHI[rows.expert].bfloat16()
     dout_RH = rows.dout_RH.bfloat16()
-    slopes = torch.autograd.grad(made_RI, leaves, (dout_RH @ down_HI).float())
+    slopes = torch.autograd.grad(made_RI, leaves, rounded_product(dout_RH, down_HI).float())
     operands = {
         "gate_up": [rows.x_RH.float()],
         "down": [made_RI.detach().bfloat16().float()],

@@ -18,6 +18,7 @@ from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, ExpertWeights, FFNWeights, Routing
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
 from hf_neuron_moe.backends.torch.gating import ACTIVATIONS
 from hf_neuron_moe.modules.experts import ExpertsBlock
 from hf_neuron_moe.modules.experts_form import parameter_of
@@ -140,11 +141,18 @@ class Call:
             if weight_EIH is None:
                 values.append(None)
                 continue
-            value_RI = (rows.x_RH @ weight_EIH[rows.expert].to(rows.x_RH.dtype).t()).float()
+            value_RI = rounded_product(rows.x_RH, weight_EIH[rows.expert].to(rows.x_RH.dtype).t()).float()
             values.append(value_RI if bias_EI is None else value_RI + bias_EI[rows.expert].float())
         gate_RI, up_RI = values
         assert up_RI is not None
         return gate_RI, up_RI
+
+
+def rounded_product(left_RK: Tensor, right_KN: Tensor) -> Tensor:
+    """Return the product, rounded once to the operands' dtype; it is made in fp32 where bf16 products are slow."""
+    if left_RK.dtype == torch.float32 or bf16_matmul_is_fast(left_RK.device):
+        return left_RK @ right_KN
+    return (left_RK.float() @ right_KN.float()).to(left_RK.dtype)
 
 
 def _first(bias_I: Tensor | None) -> Tensor | None:

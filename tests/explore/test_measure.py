@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe import patch_model
+from hf_neuron_moe.backends.torch.compute import OPTION
 from hf_neuron_moe.explore.explain import block_of_channels
 from hf_neuron_moe.explore.measure import Pass, drawn_labels, loss_sum
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, rank_correlation
@@ -20,8 +21,9 @@ from hf_neuron_moe.explore.measures import FORMATS, Measures
 from hf_neuron_moe.explore.operand_sums import Operand, mx_values
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.training.block_calls import BlockCalls, Call, intermediate
+from hf_neuron_moe.training.block_calls import BlockCalls, Call, intermediate, rounded_product
 from hf_neuron_moe.training.blocks import patched_blocks
+from scripts.count_launches import Launches
 from tests.explore.models import checkpoint, loaded
 from tests.tiny_models import tiny_model
 
@@ -254,3 +256,20 @@ def test_blocks_are_seen_after_their_operators_were_registered_again() -> None:
     importlib.reload(ops)
     model, calls, _ = calls_of("llama")
     assert {call.block for call in calls} == set(patched_blocks(model))
+
+
+@pytest.mark.parametrize("option", ["native", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_round_once_and_are_fp32_where_bf16_is_slow(
+    option: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OPTION, option)
+    left, right = (torch.randn(64, 64).mul(torch.randint(1, 9, (64, 64)).exp2()).to(dtype) for _ in range(2))
+    found, made = rounded_product(left, right), left.double() @ right.double()
+    assert found.dtype == dtype
+    # Half a step of the dtype, and the fp32 sums' own rounding, relative to the magnitudes that are summed.
+    bound = torch.finfo(dtype).eps / 2 * made.abs() + 64 * 2**-24 * (left.double().abs() @ right.double().abs())
+    assert ((found - made).abs() <= bound).all()
+    with Launches() as counts:
+        rounded_product(left, right)
+    assert counts.operations["_to_copy"] == 3 * (dtype == torch.bfloat16 and option == "fp32")
