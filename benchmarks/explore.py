@@ -1,6 +1,6 @@
 """Does the explorer predict what it says? Predicted against measured changes of the loss, and its plans on other text.
 
-    python benchmarks/explore.py                                   # all four models; 40 minutes on two cores
+    python benchmarks/explore.py                                   # all four models; an hour or two on two cores
     python benchmarks/explore.py --only planted --tokens 2048      # a part of it
 
 smollm2 is SmolLM2-135M-Instruct, and mixtral is upcycled from it (4 experts per layer). The planted ones are smollm2
