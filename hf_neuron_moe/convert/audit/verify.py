@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.convert.audit import verify_files
+from hf_neuron_moe.convert.audit.against_plan import check_plan, check_rounded
 from hf_neuron_moe.convert.audit.compare import LayerProbe, probe_layers
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_conversion
 from hf_neuron_moe.convert.io.tensors import open_tensors
@@ -95,8 +96,9 @@ def verify_checkpoint(
 
     Without the source: checksums of all files, agreement of manifest, index, configuration and file headers, complete
     coverage of every weight, and finite values. Others are only noted with `on_nonfinite` ``"keep"``. With it also: the
-    source's own checksums, and the stored matrices and outputs for random inputs of `probes` layers that `seed`
-    chooses. Of experts that is one in each layer, for 0 every expert of every layer. What is wrong with the conversion
+    source's own checksums, and whether a new plan of its conversion and its rounded values are what the manifest says.
+    Then the stored matrices and outputs for random inputs of `probes` layers that `seed` chooses. Of experts that is
+    one in each layer, for 0 every expert of every layer. What is wrong with the conversion
     is no exception: it is in the report. `progress` is called with bytes done and bytes in all.
     """
     check_conversion(converted, "verify")
@@ -110,7 +112,10 @@ def verify_checkpoint(
         report.skipped = dict.fromkeys(CHECKS[1:], "no manifest")
         return report
     sizes = [path.stat().st_size for path in converted.iterdir() if path.is_file()]
-    total = 2 * sum(sizes) + (sum(manifest.source_files.values()) if source is not None else 0)
+    total = 2 * sum(sizes)
+    if source is not None:
+        wider = (piece.nbytes for piece in manifest.pieces if piece.dtype != "BF16")  # their values are counted
+        total += sum(manifest.source_files.values()) + sum(wider)
     step = counting(progress, total)
     _check_conversion(report, manifest, on_nonfinite, step)
     if source is None:
@@ -118,6 +123,13 @@ def verify_checkpoint(
     else:
         found, report.done["source"] = verify_files.check_source(source, manifest, step)
         report.add("source", found)
+        if not found and "coverage" not in {finding.check for finding in report.findings}:
+            wrong, otherwise = check_plan(source, manifest)
+            report.add("source", wrong + check_rounded(source, manifest, step))
+            report.notes += [
+                f"{printable(name)}: {message} with this version; {printable(manifest.tool_version)} converted it"
+                for name, message in otherwise
+            ]
         if report.findings:
             report.skipped["probe"] = "the files are damaged already"
         else:

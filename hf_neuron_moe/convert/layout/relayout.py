@@ -209,13 +209,16 @@ def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
         copy_transposed(place, values.t())
     else:
         copy_transposed(place.t(), values)
+    rows = max(1, CHUNK_ELEMENTS // max(1, values.shape[-1]))
+    return sum(map(rounded_values, values.split(rows), place.split(rows)))
+
+
+def rounded_values(values: torch.Tensor, stored: torch.Tensor | None = None) -> int:
+    """Count values that do not come back bit for bit from bf16, where they are `stored` or would be."""
     if values.dtype not in _BITS:
         return 0
-    bits, rows = _BITS[values.dtype], max(1, CHUNK_ELEMENTS // max(1, values.shape[-1]))
-    changed = 0
-    for stored, given in zip(place.split(rows), values.split(rows)):
-        changed += int(torch.count_nonzero(stored.to(given.dtype).view(bits) != given.view(bits)))
-    return changed
+    bits, stored = _BITS[values.dtype], values.bfloat16() if stored is None else stored
+    return int(torch.count_nonzero(stored.to(values.dtype).view(bits) != values.view(bits)))
 
 
 def _parts(tensors: Sequence[WrittenTensor]) -> list[tuple[Part, list[int]]]:
