@@ -144,12 +144,6 @@ def check_rules(rules: Iterable[Rule]) -> None:
             raise rule.error.about(rule.argument, rule.expected, rule.got, rule.fix)
 
 
-def check_optional_flag(flag: object, name: str) -> None:
-    """Raise ConfigError for a switch that is neither None nor a bool."""
-    if flag is not None:
-        check_flags({name: flag})
-
-
 def check_layouts(given: Mapping[str, Tensor | None], layouts: Mapping[str, str], **sizes: int) -> dict[str, int]:
     """Check tensors, by argument name, against layouts such as ``[E, H, 2, I]`` and each other; None is left out.
 
