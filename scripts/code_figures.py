@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import re
 import sys
@@ -127,11 +128,17 @@ def package_of(module: tuple[str, ...]) -> str:
     return inner if inner in ALLOWED else module[0]
 
 
+@functools.lru_cache(1)
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """Return every node of a file."""
+    return list(ast.walk(tree))
+
+
 def imports_of(tree: ast.AST, module: tuple[str, ...], files: set[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Yield every module of the package that a file imports, inside functions too, but not for type checkers alone."""
-    for_types = {inner for node in ast.walk(tree) for each in _for_types(node) for inner in ast.walk(each)}
+    for_types = {inner for node in nodes_of(tree) for each in _for_types(node) for inner in ast.walk(each)}
     here = (PACKAGE, *module[:-1])
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names: list[tuple[str, ...]] = []
         if node in for_types:
             continue
@@ -203,7 +210,7 @@ def circles(edges: dict[str, set[str]]) -> list[str]:
 def lines_of_code(path: Path, tree: ast.Module) -> tuple[set[int], set[int]]:
     """Return the numbers of a file's lines that hold code, and of those that hold docstrings."""
     docstrings: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             for statement in body:
@@ -226,7 +233,7 @@ def validation_of(tree: ast.Module) -> set[int]:
     nothing else in them, and the whole of functions whose name says that they check or that return errors or rules.
     """
     found: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.stmt) and _only_checks(node):
             found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return found

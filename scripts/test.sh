@@ -2,7 +2,7 @@
 # Lint, types and tests, in an environment that this script makes when it is missing.
 #
 #   bash scripts/test.sh                  everything
-#   bash scripts/test.sh --fast           without the tests marked slow, property tests with the same examples always
+#   bash scripts/test.sh --fast           without tests marked slow and repeated cases, property tests with the same examples
 #   bash scripts/test.sh -k swizzle -x    further arguments go to pytest
 #
 # Property tests draw other examples in every run; pytest prints the seed. To draw them again: --hypothesis-seed=SEED.
@@ -15,7 +15,7 @@ pytest_arguments=()
 for argument in "$@"; do
     case "$argument" in
         --fast)
-            pytest_arguments+=(-m "not slow")
+            pytest_arguments+=(-m "not slow and not repeated")
             export PROPERTY_EXAMPLES=fixed
             ;;
         *) pytest_arguments+=("$argument") ;;

@@ -23,7 +23,7 @@ import torch
 
 from hf_neuron_moe.backends.torch import compute
 from tests.browsing import opened_chromium
-from tests.thinned import thin
+from tests.thinned import sample, thin
 from tests.unsynced import leave_out_syncs
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children would inherit it
@@ -64,8 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Make cases of thinned tests slow, or leave them out."""
+    """Make cases of thinned tests slow, or leave them out, and name the repeated ones of sampled tests."""
     thin(items, config.getoption("--all-cases"))
+    sample(items)
 
 
 def pytest_collection_finish() -> None:

@@ -44,3 +44,18 @@ def test_a_mark_that_loses_a_value_is_an_error(request: pytest.FixtureRequest) -
     item = pytest.Function.from_parent(request.node.parent, name="test", callobj=marked)
     with pytest.raises(pytest.UsageError, match="stays fast"):
         thin([item])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("a", range(7))
+def test_the_first_of_every_n_cases_is_not_repeated(a: int, request: pytest.FixtureRequest) -> None:
+    assert (request.node.get_closest_marker("repeated") is not None) == (a % 3 != 0)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("b", range(2))
+@pytest.mark.parametrize("a", range(4))
+def test_slow_cases_are_not_counted(a: int, b: int, request: pytest.FixtureRequest) -> None:
+    repeated = request.node.get_closest_marker("repeated") is not None
+    assert repeated == (a % 2 == b and a % 2 == 1)

@@ -4,11 +4,15 @@
 
 For tests of a cross product, where a case repeats what its neighbors check. A case stays if the sum of its places on
 the axes is a multiple of n, so that values of two axes still meet where a third axis has n values or more.
+
+``@pytest.mark.sampled(n)``: ``--fast`` runs the first of every n cases, the others get the mark ``repeated``. Whole
+runs and mutants run all of them, so values may be lost here. For tests whose cases take long together.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -20,7 +24,7 @@ def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
     """Mark cases of thinned tests slow, and skip those of whole runs unless `every` case was asked for.
 
     Raises:
-        pytest.UsageError: A value of an axis would have no fast case.
+        pytest.UsageError: A value of an axis would have no fast case of a thinned test.
     """
     for item in items:
         mark = item.get_closest_marker("thinned")
@@ -36,6 +40,19 @@ def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
             item.add_marker(pytest.mark.slow)
         if not every and not stays(places, of_whole):
             item.add_marker(pytest.mark.skip("--all-cases runs it"))
+
+
+def sample(items: Iterable[pytest.Item]) -> None:
+    """Mark cases of sampled tests as repeated: all that are not slow but the first of every n."""
+    seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None or item.get_closest_marker("slow") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker(pytest.mark.repeated)
+        seen[test] += 1
 
 
 def stays(places: Sequence[int], n: int) -> bool:

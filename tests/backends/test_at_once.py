@@ -92,6 +92,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -209,6 +210,7 @@ class TestCounts:
 
         return both
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
     @pytest.mark.parametrize("precision", MOST)
     def test_few_operations_and_no_value_on_the_host(
@@ -219,6 +221,7 @@ class TestCounts:
         assert at_once["host_synchronizations"] == 0
         assert by_tiles["operations"] > 4 * at_once["operations"] and by_tiles["host_synchronizations"] > 0
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("policy", ["full", "recompute", "fp8"])
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_no_policy_reads_values_on_an_accelerator(self, layer: Layer, precision: str, policy: str) -> None:
@@ -248,6 +251,7 @@ def test_pieces_of_groups_have_the_bits_of_one_call(weights: torch.dtype, monkey
     assert all(map(torch.equal, problem.run("torch-grouped", "fp32"), whole))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(6, 3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -285,6 +289,7 @@ def test_a_program_traces_it_whole(precision: str) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.triton
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -328,6 +333,7 @@ def test_the_environment_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
         compute.environment_option.cache_clear()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_many_small_experts_are_computed_at_once_on_cpus(precision: str) -> None:
     torch_backend, cpu = get_backend("torch"), torch.device("cpu")

@@ -88,6 +88,7 @@ def run_experts(
     return ops.experts(*tensors, transposed=transposed, backend="torch", **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize(("tokens", "hidden", "inner"), [(1, 32, 48), (37, 80, 100), (300, 64, 1100), (600, 160, 520)])
 def test_mlp_and_its_gradients(precision: str, tokens: int, hidden: int, inner: int) -> None:
@@ -103,6 +104,7 @@ def test_mlp_and_its_gradients(precision: str, tokens: int, hidden: int, inner: 
         assert relative_error(grad, wanted_grad) <= BOUND[precision]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -292,6 +294,7 @@ def test_an_output_without_a_gradient_gives_none() -> None:
         assert all(leaf.grad is None for leaf in leaves[1:])
 
 
+@pytest.mark.sampled(2)
 def test_compiles_without_a_graph_break() -> None:
     tensors = expert_tensors(50, 32, 48, 4, 2, False)
     compiled = torch.compile(run_experts, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -302,6 +305,7 @@ def test_compiles_without_a_graph_break() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize(

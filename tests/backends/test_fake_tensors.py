@@ -109,6 +109,7 @@ def backend_of(device: str) -> str:
     return "torch-grouped" if device == "cpu" else "torch"  # the backend that a device gets by itself
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(6, 3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -132,6 +133,7 @@ def test_every_layout_with_biases(device: str, precision: str, layout: str) -> N
         run_experts(backend_of(device), device, spec, "minimal", biased=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stored", ["natural", "swizzled", "words", "fp4 words"])
 def test_frozen_mx_weights(device: str, stored: str) -> None:
@@ -199,6 +201,7 @@ class TestCUDA:
         assert bool(launched) == (precision != "fp32")  # whose products are operators
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "precision"), [("torch", "bf16"), ("torch", "fp32"), *(("torch-grouped", each) for each in PRECISIONS)]
 )
@@ -215,6 +218,7 @@ def test_nothing_is_left_behind(name: str, precision: str) -> None:
         assert all(type(tensor) is Tensor for tensor in run(policy))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -112,6 +112,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().double() - expected.detach()).norm() / expected.detach().norm())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("biased", [False, True])

@@ -30,6 +30,7 @@ def near(few: torch.Tensor, trained: torch.Tensor, precision: str) -> bool:
     return float((few - trained).double().norm() / trained.double().norm()) < BOUND[precision]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
 @pytest.mark.parametrize("precision", BOUND)
@@ -56,6 +57,7 @@ def test_experts(native: bool, precision: str, name: str, tokens: int, monkeypat
             assert near(ops.experts(*given, **options), trained, precision), layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
 @pytest.mark.parametrize("precision", BOUND)
 @pytest.mark.parametrize("name", [name for name, gate in GATES.items() if gate.gated])

@@ -44,6 +44,7 @@ def logits(model: nn.Module, tokens: int = 3) -> Tensor:
     return model(torch.arange(tokens)[None] + 1).logits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [1, 2, 37, 300])
 @pytest.mark.parametrize("inner", [160, 1200])
 def test_dense_values_are_those_of_the_contract(rows: int, inner: int) -> None:
@@ -123,6 +124,7 @@ def test_the_output_is_that_of_weights_quantized_in_the_call(
     assert float((first - without).norm() / without.norm()) < (2**-7 if family == "llama" else 2**-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "change",

@@ -46,6 +46,7 @@ def deviations(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [float((one.double() - two.double()).norm() / two.double().norm()) for one, two in pairs]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -83,6 +84,7 @@ def test_two_rows_are_enough_to_train_with_it(
     assert max(deviations(by_silu, stock)) > 1.5 * bound, "a block that ignores its gate would pass"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("products", ["native", "fp32"])

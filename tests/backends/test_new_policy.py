@@ -37,6 +37,7 @@ def trained(family: str, precision: str, activations: str) -> tuple[list[Tensor]
     return [loss.detach(), *gradients], [entry.saved_bytes_per_token for entry in report.patched]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("row")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])

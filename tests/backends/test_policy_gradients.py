@@ -62,6 +62,7 @@ def outcome(kind: str, operands: dict[str, Tensor], precision: str, keep: str, w
     return [y.detach(), *torch.autograd.grad(y, [leaves[name] for name in wanted], dout)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize(("precision", "native"), MATMULS)
 @pytest.mark.parametrize("kind", KINDS)

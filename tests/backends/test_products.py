@@ -141,6 +141,7 @@ def test_the_order_of_the_weights_in_memory_changes_no_bit(all_by_onednn: list[t
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.sampled(3)
 @NEEDS_ONEDNN
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
 def test_however_many_tokens_there_are_the_shapes_are_few(
@@ -256,6 +257,7 @@ def gradients(config: dict[str, str], family: str) -> dict[str, Tensor]:
     return {"logits": logits.detach(), **{name: value.clone() for name, value in model.state_dict().items()}}
 
 
+@pytest.mark.sampled(3)
 @NEEDS_ONEDNN
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])

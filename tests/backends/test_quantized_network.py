@@ -171,6 +171,7 @@ def test_dense_backward_is_exact_for_the_codes_values(
         assert relative(dx, d_expected) < BOUND
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("gate", HALVES)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1", "e2m1 e4m3fn", "e4m3fn e2m1"])
@@ -224,6 +225,7 @@ def test_the_codes_are_used_as_they_are() -> None:
     assert relative(kept, expected) < BOUND
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("gate", HALVES)
 @pytest.mark.parametrize("keep", ["minimal", "gate_pre", "fp8"])
@@ -306,6 +308,7 @@ def test_gates_and_biases_are_the_patched_block_s_bit_for_bit(name: str, monkeyp
     assert not torch.equal(y, quantized_network(x, None, None, replace(stack, gate_up_bias=None), backend="torch"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("activations", ["minimal", "recompute", "gate_pre", "up", "fp8"])
 def test_gradients_through_gates_and_biases(name: str, activations: str) -> None:
@@ -360,6 +363,7 @@ def test_gates_and_biases_that_codes_cannot_have(
         quantized_network(wide(3, 128), None, None, stack, backend="torch")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(5, 5)
 @pytest.mark.parametrize("stored", ["natural", "swizzled", "words", "packed words", "words of e2m1", "e2m1 e4m3fn"])
 @pytest.mark.parametrize("activations", ["minimal", "recompute", "fp8"])

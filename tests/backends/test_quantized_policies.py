@@ -55,6 +55,7 @@ def run(stack: MXExpertStack, routed: bool, tokens: int, keep: str) -> tuple[lis
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)], sum(kept.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("inner", "tokens"), [(256, 700), (2688, 30)])
 @pytest.mark.parametrize(
     ("routed", "gate"), [(False, SWIGLU), (True, SWIGLU), (True, UNGATED)], ids=["dense", "experts", "ungated"]

@@ -42,6 +42,7 @@ DENSE = [(128, 128, 7168), (150, 160, 600), (9, 96, 2100), (640, 64, 130)]
 EXPERTS = [(96, 128, 3584, 4), (300, 96, 200, 3), (20, 64, 136, 8), (700, 64, 64, 2)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(4, 4)
 @PRODUCTS
 @pytest.mark.parametrize("precision", NETWORKS)
@@ -66,6 +67,7 @@ def test_dense(native: bool, precision: str, tokens: int, hidden: int, inner: in
     assert len(leaves) == 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(4, 4)
 @WAYS
 @pytest.mark.parametrize("precision", NETWORKS)

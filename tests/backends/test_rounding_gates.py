@@ -96,6 +96,7 @@ def expert_operands(gate: Gate, tokens: int, hidden: int, inner: int, biased: bo
     return operands, draw(g, tokens, hidden, binades=4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(6, 3)
 @WAYS
 @pytest.mark.parametrize("precision", NETWORKS)
@@ -113,6 +114,7 @@ def test_experts(native: bool, at_once: bool, precision: str, name: str, layout:
         assert times_one_rounding(actual, exact[key]) <= bounds.get(key, ONE_ROUNDING), key
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(6, 3)
 @WAYS
 @pytest.mark.parametrize("precision", ["fp32", *NETWORKS])
@@ -133,6 +135,7 @@ def test_every_policy_gives_the_same_bits(
     assert torch.equal(in_fp8["y"], first["y"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(3)
 @WAYS
 @pytest.mark.parametrize("precision", ["fp32", *NETWORKS])

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.accumulation import errors
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "number", "convention", "device"),
     [((512, 8, 2), 0, 0.35, 0.41), ((512, 8, 8), 0, 0.35, 0.50), ((2048, 1, 1), 1, 0.39, 0.60)],

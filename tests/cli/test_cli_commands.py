@@ -113,6 +113,7 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
     assert [entry["name"] for entry in as_json["entries"]] == ["model.layers.0.mlp"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", ["plan", "convert", "export", "verify", "inspect", "doctor", "estimate"])
 def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_path):
     rest = [tmp_path / "dst"] if command in ("convert", "export") else []

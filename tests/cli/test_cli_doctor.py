@@ -73,6 +73,7 @@ def test_doctor_lists_the_block_sizes_that_work(run, mixtral_dir, tmp_path, monk
     assert shown["blocks"][0]["here"] == {"usable": True, "reason": None, "block_sizes": [256, 512, 1024]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("module", ["nki", "torch_neuronx"])
 @pytest.mark.parametrize(
     ("code", "shown"),

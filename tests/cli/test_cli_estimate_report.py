@@ -105,6 +105,7 @@ def test_estimate_refuses_in_words(options, code, message, model_dir, run):
     assert message in result.err + result.out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("named", [None, "eager"])
 def test_estimate_counts_the_attention_that_training_uses(named, model_dir, run, tmp_path):
     """SDPA keeps no scores of length x length, whatever config.json asks for."""

@@ -55,6 +55,7 @@ def kinds(model_dir: Path, tmp_path: Path) -> dict[str, list[object]]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["refused", "usage", "source", "destination"])
 def test_failures_are_one_line_or_one_object(kind, model_dir, run, tmp_path):
     command = kinds(model_dir, tmp_path)[kind]
@@ -141,6 +142,7 @@ def test_defects_are_told_without_a_traceback_unless_debugging(model_dir, run, t
         assert debug.err.splitlines()[-1].startswith("internal error, please report it: ZeroDivisionError: nobody")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["refused", "usage", "source", "destination", "verify"])
 def test_debugging_changes_no_exit_code(kind, model_dir, run, tmp_path):
     command = kinds(model_dir, tmp_path)[kind]
@@ -215,6 +217,7 @@ def test_signals_in_destructors_are_not_lost(name, code, model_dir, repo_root, t
     assert (tmp_path / "tidied").exists() and result.stderr == ""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [

@@ -73,6 +73,7 @@ def test_a_run_and_its_mistakes(run: Any, config: Callable[..., Path], tmp_path:
     assert shown.code == 2 and "resume_from_checkpoint must be used with a complete checkpoint" in shown.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_log_has_no_bars(run: Any, config: Callable[..., Path], tmp_path: Path, method: str) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "Q ", "chosen": "yes", "rejected": "no"}\n' * 4, encoding="utf-8")

@@ -21,6 +21,7 @@ def in_cache(tmp_path, monkeypatch):
     return lambda folder: hub_cache(tmp_path / "cache", folder, "main")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", [["plan"], ["estimate", "--tokens", 8], ["doctor"], ["inspect"]])
 def test_a_model_of_the_hub(command, model_dir, in_cache, run):
     expected = run(*command, model_dir, "--json")

@@ -105,6 +105,7 @@ def test_plan_and_estimate_take_a_recipe(run: Any, two_layers: Path, tmp_path: P
     assert (both.code, both.err.split(",")[0]) == (2, "plan: --precision must be left out with --recipe")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("words", "recipe", "says"),
     [

@@ -40,6 +40,7 @@ def _none(content: dict[str, Any]) -> None:
     content["networks"] = {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [_another_limit, _silu, _no_biases, _none])
 def test_another_gate_than_the_configuration_has_is_found(change, tmp_path):
     source, folder = made("gpt_oss", tmp_path / "src"), tmp_path / "dst"

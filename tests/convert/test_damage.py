@@ -139,6 +139,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_one_line_and_exit_code_3(kind, checkpoint, tmp_path, monkeypatch, capsys):
     source = checkpoint("mixtral", shard="100KB")

@@ -76,6 +76,7 @@ def test_what_is_no_json_object_is_damage(kind, command, checkpoint, tmp_path, m
     assert {path.name for path in tmp_path.iterdir()} == {source.name}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", UNACCEPTABLE)
 def test_values_that_make_no_model_are_refused(kind, checkpoint, tmp_path, monkeypatch, capsys):
     source = checkpoint("mixtral")

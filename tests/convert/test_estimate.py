@@ -20,6 +20,7 @@ from tests.convert.quantized_sources import to_fp8
 from tests.refusals import refused
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -185,6 +185,7 @@ def output(model: PreTrainedModel) -> torch.Tensor:
 FIGURES = ("gemma3", "llama_biased", "gpt_oss", "nemotron_h", "moonshine", "dbrx", "step3p7", "dinov2")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize("family", FIGURES)
 def test_the_figure_of_the_output_is_of_the_block_s_own_function(family: str, tmp_path: Path) -> None:
@@ -209,6 +210,7 @@ def test_the_figure_of_the_output_is_of_the_block_s_own_function(family: str, tm
                 torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(
     ("family", "bias"),
@@ -234,6 +236,7 @@ def blocks(model: nn.Module) -> dict[str, type]:
     return {name: type(module) for name, module in model.named_modules() if isinstance(module, NeuronBlock)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(("family", "layout"), BOTH)
 def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> None:
@@ -408,6 +411,7 @@ WRONG_NETWORKS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrong", [*WRONG_NETWORKS, "no module"])
 def test_a_network_that_the_weights_do_not_have_is_named(wrong, tmp_path):
     source, folder = made("gpt_oss", tmp_path / "src"), tmp_path / "dst"

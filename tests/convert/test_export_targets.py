@@ -41,6 +41,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("target", BF16)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,6 +63,7 @@ def test_swizzled_bf16_gives_the_source_back(family, checkpoint, snapshot, tmp_p
     assert snapshot(tmp_path / "back") == snapshot(source)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", MX)
 def test_mx_gives_back_what_an_independent_reading_finds(target, checkpoint, tmp_path):
     source, options = checkpoint("qwen2_moe"), MX[target]

@@ -250,6 +250,7 @@ def test_scales_that_overflow_are_errors(byte: int, tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp4"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["packed fp4", "mxfp8", "e8m0 in blocks of 64 x 128"])
 def test_other_sources_with_powers_of_two(form: str, checkpoint: Any, tmp_path: Path) -> None:
     """One matrix per expert and projection, as DeepSeek-V4's packed FP4 and MXFP8 files have them."""

@@ -39,6 +39,7 @@ def spoil(source: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", TARGETS, ids=lambda o: f"{o.precision}-{o.layout}-{o.tp_degree}")
 def test_kept_values_are_counted_once_and_found_by_verify(options, checkpoint, tmp_path):
     source = checkpoint("mixtral")

@@ -130,6 +130,7 @@ def test_other_reasons_get_lines_of_their_own():
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "one module"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_blocks_that_share_weights_are_left(precision, tied, tmp_path, monkeypatch):

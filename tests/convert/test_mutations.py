@@ -155,6 +155,7 @@ def run_cases(kind: str, numbers: range, seed: int, tiny: dict[str, Path], home:
     assert len(codes) > 1 or kind == "headers", codes  # few changes of a header leave it whole
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.parametrize("kind", FAST)
 def test_mutations(kind, batch, tiny, tmp_path):

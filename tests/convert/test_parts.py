@@ -33,6 +33,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_workers_change_no_byte(variant, checkpoint, snapshot, tmp_path):
     source = checkpoint("mixtral", shard="100KB")
@@ -44,6 +45,7 @@ def test_workers_change_no_byte(variant, checkpoint, snapshot, tmp_path):
     assert snapshot(tmp_path / "1") == snapshot(tmp_path / "2") == snapshot(tmp_path / "5")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("count", [1, 3, 50])

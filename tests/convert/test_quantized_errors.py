@@ -63,6 +63,7 @@ FP8_CASES: list[tuple[Change, type[ConversionError], str, str]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case[3] or "two scales")
 def test_fp8(case, checkpoint, tmp_path):
     source = checkpoint("mixtral")

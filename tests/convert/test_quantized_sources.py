@@ -113,6 +113,7 @@ def test_fp8_loads_as_transformers_decodes_it(precision, checkpoint, tmp_path):
         assert_same_tensors(dict(loaded.state_dict()), dict(stock.state_dict()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("block", "how"),
     [
@@ -315,6 +316,7 @@ def test_reports_name_the_source(precision, checkpoint, tmp_path):
     assert "SQNR" in command("inspect", tmp_path / "dst", "--source", source)[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "floor", "bound"),
     [(["--precision", "mxfp8"], 24.0, "6.3%"), (["--precision", "mxfp8", "--scale-rule", "floor"], 17.7, "13.0%")],
@@ -336,6 +338,7 @@ def test_codes_that_are_quantized_again_are_counted_with_the_bound(options, floo
     assert report.ok and min(min(probe.weights.values()) for probe in report.probes) >= floor
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["bf16", "unquantized", "kept", "glob"])
 def test_what_is_not_quantized_again_has_no_such_note(how, checkpoint, tmp_path):
     if how == "kept":

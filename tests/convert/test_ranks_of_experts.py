@@ -27,6 +27,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("family", "first_product"), [("qwen2_moe", "gate_up_proj"), ("nemotron_h", "up_proj")])

@@ -30,6 +30,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("start", DAMAGES)
 def test_a_damaged_result_is_named_and_can_be_replaced(start, checkpoint, snapshot, tmp_path):
     source, target = checkpoint("llama"), tmp_path / "dst"

@@ -198,6 +198,7 @@ def label(case: Case) -> str:
     return "-".join([family, size, *(f"{value}" for value in wish.values())])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(("family", "size", "wish"), FAST, ids=map(label, FAST))
 def test_every_tensor_is_what_the_formats_make_of_the_source(family, size, wish, sources, tmp_path):

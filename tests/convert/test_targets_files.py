@@ -183,6 +183,7 @@ def test_a_conversion_of_format_version_1_is_exported(checkpoint, snapshot, tmp_
     assert snapshot(tmp_path / "back") == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("wish", [{}, {"precision": "mxfp8"}, {"tp_degree": 2}, {"layout": "fused"}])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -106,6 +106,7 @@ def sqnr(values: Tensor, exact: Tensor) -> float:
     return float(10 * torch.log10(exact.square().sum() / (values.double() - exact).square().sum()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "scales", "floor"),
     [("bf16", None, 45), ("mxfp8", None, 22), ("mxfp8", "packed", 22), ("mxfp4", None, 12), ("mxfp4", "packed", 12)],

@@ -63,6 +63,7 @@ def patch_bytes(folder: Path, name: str, change: Callable[[torch.Tensor], torch.
     manifest_path.write_text(json.dumps(sealed(manifest)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
@@ -102,6 +103,7 @@ def swap_halves(raw: torch.Tensor) -> torch.Tensor:
     return torch.cat(raw.chunk(2, dim=1)[::-1], dim=1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("target", "tensor", "change"),
     [
@@ -179,6 +181,7 @@ def test_damaged_tensors_are_named(checkpoint, tmp_path):
     assert finding.subject == f"{shard.name}: model.norm.weight"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("damage", "check", "shown"),
     [

@@ -55,11 +55,7 @@ def trainings(models: tuple[str, ...], layouts: tuple[str, ...], precisions: tup
     ]
 
 
-CORE = [
-    *trainings(("mixtral",), ("tp2", "ep2"), ("fp32",)),
-    cell("mixtral", "ep2", "mxfp8", kind="block"),
-    cell("mixtral", "pp2", "mxfp8", kind="inference"),
-]
+CORE = [cell("mixtral", "tp2", "fp32"), cell("mixtral", "ep2", "mxfp8", kind="block")]
 """Two processes, in the fast part."""
 
 BLOCKS = [
@@ -74,6 +70,8 @@ BLOCKS = [
 ]
 ALWAYS = [
     *trainings(("mixtral",), tuple(TWO), ("mxfp8",)),
+    *trainings(("mixtral",), ("ep2",), ("fp32",)),
+    cell("mixtral", "pp2", "mxfp8", kind="inference"),
     *trainings(("mixtral",), ("ep2-tp2",), ("bf16", "fp32")),
     *trainings(("mixtral",), ("fsdp2",), ("fp32",)),
     *trainings(("llama",), ("tp2",), ("fp32",)),

@@ -100,6 +100,7 @@ def check_block(each: cells.Cell, found: dict[str, Any]) -> None:
             assert far <= FP32, name  # its sum over the intermediate axis is cut
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("each", cells.CORE, ids=lambda each: each["name"])
 def test_core(each: cells.Cell, core: Results) -> None:
     check(each, core)

@@ -57,6 +57,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return 0, capsys.readouterr().out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_one_json_object_with_ranking_and_plan(family, tmp_path, monkeypatch, capsys):
     folder = checkpoint(tmp_path / family, family)
@@ -104,6 +105,7 @@ def test_text_for_people_who_have_nothing_to_fold(model_dir, tmp_path, monkeypat
         assert words in out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("device", "words"),
     [
@@ -153,6 +155,7 @@ def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeyp
     assert "4 weights to convert" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [
@@ -231,6 +234,7 @@ def test_a_model_that_is_not_finite_is_refused_by_tensor(model_dir, tmp_path):
         explore(tmp_path / "model", TEXT, SMALL)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -265,6 +269,7 @@ def test_blocks_have_short_names_in_pictures(names, expected):
     assert short_blocks(names) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
 def test_a_plan_names_single_products_that_convert_stores(family, tmp_path):

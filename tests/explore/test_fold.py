@@ -28,6 +28,7 @@ def reasons(model: Any, row_L: torch.Tensor) -> dict[str, Reason]:
     return {name: reason_of(name, block, "mxfp8") for name, block in measures.blocks.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("power", [12, 20])
 @pytest.mark.parametrize(("family", "plant"), CASES)
 def test_a_planted_channel_is_named_and_folded_away(family: str, plant: Any, power: int, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def calls_of(family: str) -> tuple[Any, list[Call], dict[str, tuple[Tensor, Tens
     return model, calls.seen, seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_block_is_seen_and_computed_again_with_its_own_bits(family: str) -> None:
     model, calls, seen = calls_of(family)

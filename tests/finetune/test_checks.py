@@ -239,6 +239,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "precision", "device", "changes", "message"), REFUSED)
 def test_a_precision_without_kernels_on_the_chip_is_an_error_or_falls_back(
     long_models: dict[str, Path], model: str, precision: str, device: Device, changes: dict[str, Any], message: str

@@ -24,6 +24,7 @@ def loaded(model: Path, file: Path | str, folder: Path, **keys: Any) -> Data:
     return load_data(options, load_tokenizer(options.model))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
 @pytest.mark.parametrize("kind", ["messages", "conversations", "alpaca", "completion", "text"])
 def test_kinds_are_told_by_their_columns(kind: str, suffix: str, models: dict[str, Path], tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_hub_datasets_are_loaded_by_name_and_split(
         load_data(options, load_tokenizer(options.model))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "keys", "counted"),
     [
@@ -110,6 +112,7 @@ def test_losses_count_the_tokens_of_the_answers(
     assert QUESTIONS[3] in tokenizer.decode(row["input_ids"]).replace("\n\n", " ")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("llama", "sdpa"), ("llama", "eager"), ("mixtral", "sdpa"), ("qwen3_moe", "sdpa")],

@@ -186,6 +186,7 @@ def test_what_a_file_may_not_say_is_found_in_its_line(tmp_path: Path, text: str,
     assert caught.value.where == f"{file}, line {1 if argument == 'train_files, dataset' else 5}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "line", "got"),
     [

@@ -122,6 +122,7 @@ def test_lora_on_a_frozen_mxfp8_base(models: dict[str, Path], tmp_path: Path) ->
     assert {path.name: path.read_bytes() for path in model.iterdir()} == kept
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("keys", [{}, {"lora_rank": 4}], ids=["full", "lora"])
 def test_preferences_begin_at_the_reference_and_are_learned(
     keys: dict[str, Any], models: dict[str, Path], tmp_path: Path, recwarn: pytest.WarningsRecorder
@@ -212,6 +213,7 @@ def test_auto_resumes_from_complete_checkpoints_only(models: dict[str, Path], tm
     assert wish("auto") is True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("error:The following:RuntimeWarning")
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "w2"]])
 def test_adapters_that_peft_moves_onto_experts_are_resumed(

@@ -102,6 +102,7 @@ def flushed_denormals(active: bool) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(5, 5)
 @pytest.mark.parametrize("flush", [False, True], ids=["ieee", "flush-denormals"])
 @pytest.mark.parametrize("anchor", [0.0, 1.0, 2.0**-110, 2.0**-115, 2.0**-133])

@@ -79,6 +79,7 @@ def inside(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
     return (values < (upper or torch.inf)) & (values > (lower or -torch.inf))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("limits", [NO_LIMITS, GPT_OSS], ids=["plain", "clamped"])
 @pytest.mark.parametrize(("block", "skip_token"), [(128, False), (256, True), (512, False), (1024, False)])

@@ -122,6 +122,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("sizes", "kept"), COMBINATIONS)
 def test_all_checkpoint_combinations(sizes: tuple[int, int, int], kept: tuple[str, ...]) -> None:
     operands, saved = problem(*sizes, spread=12)
@@ -143,6 +144,7 @@ def test_all_checkpoint_combinations(sizes: tuple[int, int, int], kept: tuple[st
                 assert flipped(actual, wanted) > 3.5e-3, "the test sees the other grouping of 384"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kept", [NAMES, ("gate_pre", "up"), ()])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_clamp_limits(kept: tuple[str, ...], limits: tuple[float | None, float | None]) -> None:

@@ -68,6 +68,7 @@ def forward_argument(name: str, raw_FK: Tensor, mode: str, packed: bool) -> dict
     return {name: data, f"{prefix}_scales": scales, f"{prefix}_is_swizzled": swizzled}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner", "packed"),
     [
@@ -170,6 +171,7 @@ def problem(tokens: int, hidden: int, inner: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner", "packed", "mode"),
     [

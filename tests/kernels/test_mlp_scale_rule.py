@@ -95,6 +95,7 @@ def test_quantized_operands_keep_their_scales() -> None:
     assert torch.equal(mlp_forward_mxfp8(*operands, **scales, mx_scale_rule="floor").output, raw.output)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", ["neuron", "floor"])
 @pytest.mark.parametrize("lone", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -120,6 +120,7 @@ class MXCase:
         assert expected.norm() > 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("convention", ["device", "golden"])
 @pytest.mark.parametrize("rule", ["neuron", "floor"])
@@ -165,6 +166,7 @@ def test_the_rules_differ_and_the_default_is_the_newer_one() -> None:
     assert not torch.equal(default, earlier)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(1024, 1024), (512, 64), (512, 384), (2560, 480), (512, 512), (512, 544)]
 )

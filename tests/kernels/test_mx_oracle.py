@@ -30,6 +30,7 @@ def rows_of(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape) * scale).bfloat16()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner"),
     [(128, 128, 128), (384, 384, 256), (640, 256, 384), (1152, 128, 640), (128, 640, 1536)],

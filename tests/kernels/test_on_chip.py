@@ -75,6 +75,7 @@ def config(**change: Any) -> MatmulMxfp8KernelConfig:
     return MatmulMxfp8KernelConfig(**({"M": 2048, "K": 8192, "N": 2048} | change))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "argument", "figure"),
     [

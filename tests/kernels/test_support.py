@@ -82,6 +82,7 @@ def results(function: str, call: Call) -> list[Tensor]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("function", "argument", "entry"), CLAIMS)
 def test_what_is_not_plainly_supported(function: str, argument: str, entry: dict[str, Any]) -> None:
     assert entry.keys() & {"refused", "accepted"}, "an argument that is not plainly supported needs an example"
@@ -139,6 +140,7 @@ def extents(shape: str, function: str, call: Call) -> list[int]:
     return [eval(axis, dict(letters)) for axis in axes.split(", ")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("function", "argument", "entry"), TENSORS)
 def test_shapes_and_dtypes_are_the_claimed(function: str, argument: str, entry: dict[str, Any]) -> None:
     call = call_of(function)

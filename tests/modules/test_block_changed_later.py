@@ -154,6 +154,7 @@ def test_distributed_checkpoint_state_dicts(family: str, home: str) -> None:
     assert all(torch.equal(value, doubled[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_patching_in_the_middle_of_something(family: str, home: str) -> None:

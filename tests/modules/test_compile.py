@@ -21,6 +21,7 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", pytest.param("phi3", marks=pytest.mark.slow), "mixtral"])
 def test_a_patched_model_is_one_graph(family: str, home: str) -> None:

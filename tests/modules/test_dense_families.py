@@ -119,6 +119,7 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, **model.state_dict()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("name", CLASSES)
 def test_forward_and_all_gradients_equal_the_class(name: str, home: str) -> None:

@@ -45,6 +45,7 @@ def run(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 SLOW_GATES = [pytest.param(family, marks=pytest.mark.slow) for family in LATER_GATES]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_GATES, *SLOW_GATES])
 def test_forward_and_all_gradients_equal_stock(family: str, home: str) -> None:

@@ -23,6 +23,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("training", [True, False])

@@ -175,6 +175,7 @@ def assert_same_results(box: nn.Module, weights: str, *arguments: Tensor) -> Non
     assert_same_snapshot(snapshot(box), before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["stock", "kernel"])
 @pytest.mark.parametrize("family", ROUTED)
 def test_routed_experts_equal_their_eager_forward(family: str, weights: str) -> None:

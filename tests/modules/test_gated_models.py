@@ -49,6 +49,7 @@ def test_logits_and_gradients_equal_stock(family: str, layout: str) -> None:
         assert_close(found[2][name], gradient, name)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [*LAYOUTS, *(pytest.param(family, "kernel", marks=pytest.mark.slow) for family in LATER_GATES)],
@@ -78,6 +79,7 @@ def adapted(model: nn.Module, family: str) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4", "nemotron_h", "longcat_flash"])
 @pytest.mark.parametrize("layout", ["stock", "kernel"])
 def test_adapters_on_experts(family: str, layout: str, tmp_path: Path) -> None:

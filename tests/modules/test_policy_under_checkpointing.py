@@ -38,6 +38,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(actual[name], value), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
@@ -51,6 +52,7 @@ def test_models_learn_the_same_whatever_is_kept(family: str, precision: str, hom
     assert any(not torch.equal(rough[name], value) for name, value in expected.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)

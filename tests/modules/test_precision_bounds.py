@@ -45,6 +45,7 @@ def gradients(block: nn.Module, inputs: tuple[Tensor, ...], dout: Tensor) -> dic
     return result | {name: value.clone() for name, value in block.state_dict().items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("precision", BOUND)

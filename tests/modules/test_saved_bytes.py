@@ -30,6 +30,7 @@ def blocks_of(model: nn.Module) -> dict[str, NeuronBlock]:
     return {name: module for name, module in model.named_modules() if isinstance(module, NeuronBlock)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [("llama", torch.float32), ("phi3", torch.bfloat16), ("qwen2_moe", torch.bfloat16), ("olmoe", torch.float32)],
@@ -102,6 +103,7 @@ def test_the_promised_limits_hold(name: str) -> None:
         assert saved_bytes(shape, policy) <= limit * 1024, policy
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_promised_limits_hold_at_full_width(name: str) -> None:
     """The same, measured on real blocks; the number of experts does not matter, so there are only as many as used."""

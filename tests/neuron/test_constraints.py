@@ -70,6 +70,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_kernel_takes_is_refused_before_one_is_called(name: str, machine: Start) -> None:
     options, violate = REFUSED[name]
@@ -145,6 +146,7 @@ SIZES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "release", [(2, 33), *(pytest.param(release, marks=pytest.mark.slow) for release in ((2, 29), (2, 30)))]
 )

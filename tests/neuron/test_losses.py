@@ -43,6 +43,7 @@ def torch_losses(name: str, policy: str = "minimal") -> list[float]:
     return run(CASES[name], "torch", activations=policy)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("release", [(2, 29), (2, 30), (2, 31), (2, 33)])
@@ -82,6 +83,7 @@ LOSSLESS = ("full", "recompute", "gate_pre", "up", "gate_act", "intermediate")
 POLICIES = [policy if policy == "recompute" else pytest.param(policy, marks=pytest.mark.slow) for policy in LOSSLESS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [*POLICIES, pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_activation_policy_gives_its_losses(name: str, policy: str, machine: Start) -> None:

@@ -56,6 +56,7 @@ def test_a_frozen_mlp(options: dict[str, str], release: tuple[int, int], tmp_pat
     assert torch.equal(found, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("release", "kernel"),
     [
@@ -77,6 +78,7 @@ def test_frozen_experts(precision: str, release: tuple[int, int], kernel: str, t
     assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", [pytest.param((2, 29), marks=pytest.mark.slow), (2, 33)])
 def test_experts_too_wide_for_the_unified_entry(release: tuple[int, int], tmp_path: Path, machine: Start) -> None:
     """moe_cte lists shard_on_i_mx and has no branch for it: its kernel is called directly."""

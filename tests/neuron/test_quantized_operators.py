@@ -128,6 +128,7 @@ def test_both_operators_pass_opcheck_where_they_train(family: str, machine: Star
     assert set(result.values()) == {"SUCCESS"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", SIZES)
 def test_a_compiled_network_is_one_graph_per_shape(family: str, machine: Start, stacks: dict[str, Any]) -> None:
     double, stack = machine().double, stacks[family]

@@ -73,6 +73,7 @@ def from_a_vector(model: nn.Module) -> None:
 WRITES = {write.__name__: write for write in (through_data, average_swapped_in, clipped)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [DENSE, EXPERTS_MX], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", WRITES)
 def test_refreshed_weights_are_seen_by_the_next_training_call(name: str, case: Case, machine: Start) -> None:

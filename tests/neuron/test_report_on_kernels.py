@@ -33,6 +33,7 @@ def block_of(model: Any) -> tuple[str, NeuronBlock]:
     return next((name, found) for name, found in model.named_modules() if isinstance(found, NeuronBlock))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "release"),
     [

@@ -39,6 +39,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["stock", "kernel"])
 @pytest.mark.parametrize("name", ["experts-mxfp8", "experts-bf16", pytest.param("dense", marks=pytest.mark.slow)])
 def test_sharded_training_keeps_no_copies(name: str, weights: str, machine: Start, process_group: None) -> None:

@@ -15,6 +15,7 @@ from tests.refusals import refused
 Start = Callable[..., SimpleNamespace]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulator_needs_no_plugin(name: str, machine: Start) -> None:
     case = CASES[name]

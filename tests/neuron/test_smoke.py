@@ -60,6 +60,7 @@ def results(case: str, **options: Any) -> tuple[KernelResult, ...]:
     return run_smoke(device="cpu", cases=[case], **options).kernels
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("case", HERE)
 def test_kernels_that_work_pass_every_stage(case: str, machine: Start) -> None:
@@ -104,6 +105,7 @@ OUTCOMES: dict[str, tuple[str, str | None, tuple[str, ...], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("fault", OUTCOMES)
@@ -147,6 +149,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: object) ->
     return code, *capsys.readouterr()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("fault", "code", "verdict"), [("", 0, "pass"), ("close", 7, "close"), ("wrong", 6, "fail"), ("run", 6, "fail")]

@@ -47,6 +47,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: object
     return code, *capsys.readouterr()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_pass_block_by_block(name: str, machine: Start) -> None:
     case = CASES[name]

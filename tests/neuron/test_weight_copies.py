@@ -91,6 +91,7 @@ BEHIND_AUTOGRAD = ("through_data", "added_to_data")
 CALLS = [(name, train) for name in CHANGES for train in (False, True) if not (train and name in BEHIND_AUTOGRAD)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [EXPERTS_MX, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["mxfp8", "bf16"])
 @pytest.mark.parametrize(("name", "train"), CALLS)
 def test_changed_weights_are_seen(name: str, train: bool, case: Case, machine: Start) -> None:

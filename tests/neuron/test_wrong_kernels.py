@@ -98,6 +98,7 @@ WRONG: dict[str, tuple[Any, Change, str, str, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_slightly_wrong_kernel_is_named(name: str, machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     (module, function), change, tensor, fault, note = WRONG[name]
@@ -147,6 +148,7 @@ def noise(level_db: float) -> Change:
     return change
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("level_db", "code"), [(30.0, 7), (18.0, 6)])
 def test_close_is_not_fine(
     level_db: float, code: int, machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path

@@ -54,6 +54,7 @@ def test_the_probe_calls_no_hooks() -> None:
     assert calls == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("family", "home"), [("llama", "kernel"), ("mixtral", "stock"), ("mixtral", "kernel")])
 def test_hooks_after_patching_are_announced_once(family: str, home: str, kind: str) -> None:

@@ -312,6 +312,7 @@ class _OneBlock(nn.Module):
         return self.mlp(x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 @pytest.mark.parametrize("backend", ["torch-grouped", pytest.param("triton", marks=pytest.mark.triton)])

@@ -46,6 +46,7 @@ def assert_equal_weights(actual: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(mine[name], value), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", [*WEIGHT_LAYOUTS, None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_file_loads_strictly(family: str, home: str | None, tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ def results(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return found | {name: value.clone() for name, value in block.state_dict().items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize(("block", "gate"), ACCEPTED, ids=[f"{type(b).__name__} {g.text}" for b, g in ACCEPTED])
 def test_a_source_is_read_as_its_gate_and_computes_the_same(block: nn.Module, gate: Gate, home: str) -> None:

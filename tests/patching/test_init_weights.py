@@ -31,6 +31,7 @@ def initialized(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_init_weights_gives_blocks_what_stock_ones_get(family: str, home: str) -> None:

@@ -690,6 +690,7 @@ def test_an_activation_that_was_not_read_makes_no_gate_of_layers_in_a_row() -> N
     assert not candidate.gated
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 def test_a_gate_that_is_replaced_or_hooked_later_is_an_error(home: str) -> None:
     blocks = {"module": GateModuleMLP(fused=True, glu=SwiGLU()), "inner": StarredMLP(fused=True)}

@@ -193,6 +193,7 @@ ACCEPTED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize(("block", "gate"), ACCEPTED, ids=[f"{type(b).__name__} {g.text}" for b, g in ACCEPTED])
 def test_the_same_function_is_patched_with_its_values_and_gradients(block: nn.Module, gate: Gate, home: str) -> None:

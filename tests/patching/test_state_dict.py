@@ -31,6 +31,7 @@ def scrambled(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_state_dicts_are_equal_and_load_strictly_both_ways(family: str, home: str) -> None:
@@ -46,6 +47,7 @@ def test_state_dicts_are_equal_and_load_strictly_both_ways(family: str, home: st
     assert torch.equal(patched(tokens()).logits, stock(tokens()).logits)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe"])
 def test_save_pretrained_writes_stock_files(family: str, home: str, tmp_path: Path) -> None:
@@ -147,6 +149,7 @@ def test_half_a_checkpoint_cannot_fill_a_meta_parameter() -> None:
         patched.load_state_dict(half, strict=False, assign=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_optimizer_states_have_the_stock_shapes_in_the_stock_home(family: str) -> None:
     patched, stock = patched_and_stock(family, "stock")

@@ -101,6 +101,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_waits(change: str) -> None:
     model = tiny_model("llama")

@@ -63,6 +63,7 @@ class FailingCall:
         return self.function(*args, **kwargs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)

@@ -90,6 +90,7 @@ def test_scales_that_are_missing(copied: Any) -> None:
         load(folder)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("layout", ["fused", "kernel"])
 @pytest.mark.parametrize(

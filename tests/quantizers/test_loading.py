@@ -44,6 +44,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, precision: str) ->
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target.values()))
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,6 +55,7 @@ def test_every_family_computes_as_when_patched(
     assert_same(logits(load(converted(family, **target))), expected, target["precision"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe"])
@@ -77,6 +79,7 @@ def test_the_other_options_change_no_result(
     assert torch.equal(logits(load(converted(family, **options))), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize("options", [*TARGETS, {"precision": "mxfp8", "purpose": "lora"}], ids=str)
 @pytest.mark.parametrize("headless", [False, True])
@@ -90,6 +93,7 @@ def test_nothing_is_reported_missing_or_left_over(
         assert not any(report.values()), report
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, "auto", "bfloat16"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
@@ -103,6 +107,7 @@ def test_dtype_device_map_and_low_memory(
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_model_without_its_head(source: Source, converted: Converted, family: str, precision: str) -> None:
@@ -155,6 +160,7 @@ WORD_TARGETS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "options"), WORD_TARGETS, ids=str)
 def test_moe_cte_words_are_read_back(converted: Converted, family: str, options: dict[str, Any]) -> None:
     """Groups along H differ from the patched blocks' ones, so what is compared are the weights' values."""

@@ -38,6 +38,7 @@ def own_precisions(model: Any) -> dict[str, str]:
     return {name: m.neuron_config.precision for name, m in model.named_modules() if isinstance(m, NeuronBlock)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "weights"), LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_loaded_conversion_equals_the_patched_original(
@@ -68,6 +69,7 @@ def test_a_loaded_conversion_equals_the_patched_original(
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [
@@ -172,6 +174,7 @@ def test_a_manifest_with_another_map_does_not_agree_with_its_tensors(converted: 
         assert [finding.check for finding in verify_checkpoint(folder).findings] == ["manifest"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "options", "kind", "argument", "says"),
     [

@@ -27,6 +27,7 @@ def frozen_state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items() if "lora_" not in name}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "targets"),
     [

@@ -29,6 +29,7 @@ BIASED = ("llama_biased", "moonshine", "dinov2")  # its rows of up first, or bot
 FAMILIES = ("gemma3", "muse_spark", "llama4", "longcat_flash", "dbrx", "jetmoe", "nemotron_h", *BIASED)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_codes_compute_what_the_patched_original_does(family: str, tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def test_codes_next_to_bf16_blocks(family: str, glob: str, tmp_path: Path) -> No
     assert torch.equal(output(model), output(stock))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize(
     ("family", "bias"),

@@ -21,6 +21,7 @@ def blocks(model: nn.Module) -> list[QuantizedBlock]:
     return [module for module in model.modules() if isinstance(module, QuantizedBlock)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["fused", "kernel"])
 @pytest.mark.parametrize(("family", "experts"), [("llama", 1), ("mixtral", 4)])
 def test_weights_take_one_byte_and_a_scale_per_32(converted: Converted, family: str, experts: int, layout: str) -> None:

@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(("family", "sizes", "options", "schemes"), CASES)
 def test_experts_compute_with_the_stored_values(
@@ -146,6 +147,7 @@ def test_experts_compute_with_the_stored_values(
         assert (found.double() - right).norm() < bound * right.norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["kernel", "fused"])
 @pytest.mark.parametrize("precision", ["mxfp8", {"*": "mxfp8", "model.layers.0.*": "bf16"}], ids=["mxfp8", "mixed"])
 def test_logits_are_those_of_the_patched_original(precision: Any, layout: str, tmp_path: Path) -> None:
@@ -157,6 +159,7 @@ def test_logits_are_those_of_the_patched_original(precision: Any, layout: str, t
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(
     ("family", "sizes", "coded", "router", "adapted_layers"),

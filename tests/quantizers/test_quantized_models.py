@@ -111,6 +111,7 @@ def test_state_dict_copies_and_casts_keep_every_bit(converted: Converted, family
                 assert torch.equal(buffer, state[f"{name}.{key}"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [

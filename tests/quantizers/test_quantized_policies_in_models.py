@@ -12,6 +12,7 @@ from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, load
 from tests.tiny_models import tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),

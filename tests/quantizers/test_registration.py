@@ -97,6 +97,7 @@ LOAD = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

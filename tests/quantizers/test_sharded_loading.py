@@ -156,6 +156,7 @@ SINGLE: list[tuple[str, dict[str, Any]]] = [
 FAST = [SINGLE[3], SINGLE[4], SINGLE[7], SINGLE[9]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [pytest.param(*each, marks=[pytest.mark.slow] * (each not in FAST)) for each in SINGLE],
@@ -186,6 +187,7 @@ def test_any_slice_of_a_stock_weight_is_read_from_any_conversion(
                     assert torch.equal(weight[key], value[key]), (name, key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -233,6 +235,7 @@ CODES: list[tuple[str, dict[str, Any], dict[str, int], str, str]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "options", "sizes", "argument", "says"), CODES, ids=str)
 def test_codes_that_a_layout_would_have_to_cut_are_refused(
     converted: Converted, family: str, options: dict[str, Any], sizes: dict[str, int], argument: str, says: str

@@ -25,6 +25,7 @@ from tests.refusals import refused
 from tests.tiny_models import FAMILIES, tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ["fused", "kernel"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -112,6 +112,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("listed", SAMPLES, ids=lambda listed: listed.name)
 def test_samples_are_patched_and_equal(listed: Listed) -> None:
     row = judge(listed)

@@ -72,6 +72,7 @@ def test_examples_are_python_without_left_out_arguments(page: Path) -> None:
         assert not re.search(r"[(,=] *\.\.\.[,)]", snippet), f"{page.name}, example {number}: ... for an argument"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(len(snippets("docs/training.md"))))
 def test_the_examples_about_training_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model, and rows of it, where the page says `model` and `data`; and a layer and its input."""
@@ -85,6 +86,7 @@ def test_the_examples_about_training_run(number: int, tmp_path: Path, monkeypatc
     exec(compile(snippet, f"training.md, example {number + 1}", "exec"), given)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("page", "number"), [(page, number) for page in SELF_CONTAINED for number in range(len(snippets(page)))]
 )

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDERS = ("scripts", "benchmarks", "benchmarks/parity_study")
 # One folder after the other: with benchmarks/ in the path, its kernels.py would stand for a package of that name.
 CODE = """
@@ -26,6 +28,7 @@ def imported(*folders: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_all_files_are_imported_in_one_process(repo_root: Path) -> None:
     found = imported(*(repo_root / name for name in FOLDERS))
     assert found.returncode == 0, found.stderr[-2000:]

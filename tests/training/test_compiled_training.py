@@ -54,6 +54,7 @@ def step(call: Any, block: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor
     return [y.detach(), *grads]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_block_is_one_graph_forward_and_backward(family: str, backend: str) -> None:

@@ -77,6 +77,7 @@ def kept_between_passes(model: nn.Module) -> int:
         return allocations.alive(without=[*model.parameters(), *model.buffers(), loss])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_saved_activations_are_what_a_real_forward_keeps(family: str, dtype: torch.dtype) -> None:
@@ -144,6 +145,7 @@ def peak_under_checkpointing(model: nn.Module, *, reentrant: bool, monkeypatch: 
     return between, saved.peak
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("vocabulary", [97, 4000])
 @pytest.mark.parametrize("reentrant", [False, True])

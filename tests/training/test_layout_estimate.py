@@ -144,6 +144,7 @@ def test_layouts_that_transformers_does_not_run_are_refused(family: str, sizes: 
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "layout"), [("llama", Layout(tp=2)), ("mixtral", Layout(tp=2))])
 def test_patched_blocks_save_this_ranks_part_of_the_intermediate_size(family: str, layout: Layout) -> None:
     whole, half = (meta_estimate(family, each).policies[0].blocks_bytes_per_token for each in (None, layout))
@@ -245,6 +246,7 @@ def counted(forward: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]
     return called
 
 
+@pytest.mark.slow
 def test_adapters_are_cut_by_tensor_parallelism_alone() -> None:
     pytest.importorskip("peft")
 

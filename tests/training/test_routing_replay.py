@@ -110,6 +110,7 @@ def without_replay(model: nn.Module) -> None:
         layer._gradient_checkpointing_func = layer._gradient_checkpointing_func.inner
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,6 +131,7 @@ def test_no_token_of_10000_changes_its_experts(family: str, reentrant: bool) -> 
     assert changed > 50  # so many would have changed: the recomputation did differ
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", [*OTHER_GATES, "llama4", "longcat_flash", "dbrx"])
 def test_routers_of_other_gates_and_calls_are_replayed(family: str, reentrant: bool) -> None:

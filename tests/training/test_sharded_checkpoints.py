@@ -81,6 +81,7 @@ def assert_resumed(results: list[dict[str, Any]], layout: str, others: list[str]
         assert result["norms"][0] == pytest.approx(alone["norms"][0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_saved_whole_and_in_parts_and_resumed(repo_root: Path, tmp_path: Path) -> None:
     cells = [["saving", "ep2_fsdp2", "tp2"], ["resumed", "ep2_fsdp2", ["tp2"]], ["evaluated", "fsdp2"]]
     found = launched(repo_root, tmp_path, cells)

@@ -126,6 +126,7 @@ def test_gradient_accumulation_equals_stock(home: str, tmp_path: Path) -> None:
     assert train(prepared("mixtral", home), tmp_path / home, **options) == pytest.approx(stock, rel=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", SOME_SLOW_LAYOUTS)
 @pytest.mark.parametrize(
     ("family", "precision"),

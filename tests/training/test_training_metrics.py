@@ -57,6 +57,7 @@ def keep_indices(model: nn.Module, kept: Indices) -> None:
             module.register_forward_pre_hook(functools.partial(note, name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
 def test_load_is_counted_over_all_tokens_and_only_once(checkpointing: bool | None, tmp_path: Path) -> None:
     model = tiny_model("mixtral")
@@ -192,6 +193,7 @@ def sqnr_db(rows: Tensor) -> float:
     return 10 * math.log10(rows.double().square().sum() / (rows.double() - restored).square().sum())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", ["stock", "kernel"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_health_is_that_of_the_weights_and_the_first_input(family: str, home: str, tmp_path: Path) -> None:

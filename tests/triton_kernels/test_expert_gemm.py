@@ -42,6 +42,7 @@ def sums_of(left_RN: Tensor, right_RK: Tensor, groups: str) -> Tensor:
     return torch.stack([left_RN[start:end].t() @ right_RK[start:end] for _, start, end in runs(groups)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("groups", ENDS)
 def test_grouped_product(groups: str) -> None:
     ends, rows = ends_and_rows(groups)
@@ -85,6 +86,7 @@ def test_any_values(dtype: torch.dtype) -> None:
     assert bool(((ours - expected).abs() <= bound).all())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("groups", ENDS)
 def test_weight_gradient(groups: str) -> None:
     ends, rows = ends_and_rows(groups)
@@ -106,6 +108,7 @@ def test_weight_gradient_in_bf16_is_rounded_once() -> None:
     assert torch.equal(rounded, exact.bfloat16())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("groups", "columns"), [("some are empty", 300), ("rows after the last", 384), ("no rows", 8)])
 def test_product_of_codes_and_scales(groups: str, columns: int) -> None:
     """Blocks of hardware hold the same values, so the product is that of the dequantized operands."""
@@ -120,6 +123,7 @@ def test_product_of_codes_and_scales(groups: str, columns: int) -> None:
     assert bool(((ours - product_of(x64[token], w64, groups)).abs() <= bound).all())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("groups", "block"), [("some are empty", 32), ("long groups", 384)])
 def test_sums_of_codes_and_scales(groups: str, block: int) -> None:
     ends, rows = ends_and_rows(groups)

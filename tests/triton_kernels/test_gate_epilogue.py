@@ -57,6 +57,7 @@ def nearly_equal(ours: Tensor, expected: Tensor, rounding: float = 2.0**-8, shar
     return bool(close.all()) and float((difference > 0).double().mean()) <= share
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("rounding", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("name", GATES)

@@ -34,6 +34,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return bool(same.all())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("columns", "lone_384"), [(40, False), (128, False), (384, False), (384, True), (640, False)])
 def test_columns(columns: int, lone_384: bool, dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ def test_columns(columns: int, lone_384: bool, dtype: torch.dtype) -> None:
     assert same_bits(values, fake_quantize_mx(padded(x), scheme=scheme).bfloat16())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("groups", "block", "tile"),
     [

@@ -66,6 +66,7 @@ def layer_of_kernels(
     return *by_token, torch.empty(T * K).index_copy_(0, order, d_scale).view(T, K), d_gate_up, d_down
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_forward_and_backward_of_a_layer(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "bf16_matmul_is_fast", lambda *_: False)

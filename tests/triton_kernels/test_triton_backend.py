@@ -83,6 +83,7 @@ def run(
     return [y, *kernels.experts_backward(dout, x, routing, weights, saved, BackwardCall(spec, keep, wants))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(4, 4)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("policy", ["minimal", "full", "recompute", "fp8"])
@@ -100,6 +101,7 @@ def test_experts_are_those_of_torch_grouped(precision: str, policy: str, layout:
         assert distance <= bound, (number, distance.item())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,6 +118,7 @@ def test_exact_sums_have_equal_roundings(precision: str, layout: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5 * theirs.abs().max().item())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("gate", [Gate(), Gate("squared_relu", gated=False)], ids=["gated", "plain"])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -127,6 +130,7 @@ def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeyp
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize(("policy", "inner"), [("minimal", 520), ("recompute", 72)])
@@ -137,6 +141,7 @@ def test_what_is_made_again_has_the_forward_s_bits(precision: str, policy: str, 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_every_kernel_takes_part(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
@@ -190,6 +195,7 @@ def test_fp32_operands_are_rounded_to_bf16_before_mx() -> None:
         assert torch.equal(mine.bfloat16(), theirs.bfloat16())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_weights_in_half_precision(precision: str) -> None:
     options = {"transposed": True, "interleaved": False, "wants": Wants(), "weight_dtype": torch.float16}

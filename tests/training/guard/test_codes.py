@@ -61,6 +61,7 @@ class Replaying(Watch):
         super()._judge(block, findings, form)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["full", "minimal", "recompute", "up", "fp8"])

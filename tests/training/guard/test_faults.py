@@ -65,6 +65,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", cases())
 def test_a_fault_is_named_in_its_step(fault: Fault, watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "bf16_matmul_is_fast", lambda *_: False)  # the same kernels on every processor
@@ -93,6 +94,7 @@ def _of_other_limits(put: Any) -> Any:
     return lambda rows, *place: put(replace(rows, limits=(0.5, -0.5)), *place)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "family"),
     [

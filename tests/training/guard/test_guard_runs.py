@@ -171,6 +171,7 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         return iter([Rows()[place % 16] for place in range(22)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "options", "saved"),
     [

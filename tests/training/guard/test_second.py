@@ -23,6 +23,7 @@ from hf_neuron_moe.training.guard.watch import StepLooked, Watch, blamed
 from tests.tiny_models import tiny_model, tokens
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("family", ["llama_biased", "gpt_oss", "nemotron_h"])
 @pytest.mark.parametrize(
