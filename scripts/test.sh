@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in an environment that this script makes when it is missing.
 #
-#   bash scripts/test.sh                  everything
-#   bash scripts/test.sh --fast           without tests marked slow and repeated cases, property tests with the same examples
+#   bash scripts/test.sh                  everything, and of cases that repeat others a third
+#   bash scripts/test.sh --fast           without slow tests and repeated cases, property tests with the same examples
+#   bash scripts/test.sh --all-cases      everything
 #   bash scripts/test.sh -k swizzle -x    further arguments go to pytest
 #
-# Property tests draw other examples in every run; pytest prints the seed. To draw them again: --hypothesis-seed=SEED.
+# Every run draws other examples of property tests and other repeated cases (tests/thinned.py). pytest prints the seed. To
+# draw them again: --hypothesis-seed=SEED, with --draw-cases for the cases.
 # TEST_WORKERS: number of pytest processes (default: one per core, 4 at most; 0 runs in this process, e.g. for --pdb).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
 
 pytest_arguments=()
+[ $# -gt 0 ] || pytest_arguments=(--draw-cases)
 for argument in "$@"; do
     case "$argument" in
         --fast)

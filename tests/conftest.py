@@ -23,7 +23,7 @@ import torch
 
 from hf_neuron_moe.backends.torch import compute
 from tests.browsing import opened_chromium
-from tests.thinned import sample, thin
+from tests.thinned import left_out, sample, thin
 from tests.unsynced import leave_out_syncs
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children would inherit it
@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that rewrites tests/messages.json, and those for what whole runs leave out."""
     parser.addoption("--all-layouts", action="store_true", help="run every cell of tests/distributed/cells.py")
     parser.addoption("--all-cases", action="store_true", help="run what tests/thinned.py leaves out of whole runs")
+    parser.addoption("--draw-cases", action="store_true", help="draw a third of the cases that repeat others")
     parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
 
 
@@ -64,9 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Make cases of thinned tests slow, or leave them out, and name the repeated ones of sampled tests."""
+    """Mark the cases that repeat others, and leave out those that this run does not draw."""
     thin(items, config.getoption("--all-cases"))
     sample(items)
+    if config.getoption("--draw-cases"):
+        undrawn = {*left_out(items, str(config.option.hypothesis_seed))}
+        config.hook.pytest_deselected(items=undrawn)
+        items[:] = [item for item in items if item not in undrawn]
 
 
 def pytest_collection_finish() -> None:

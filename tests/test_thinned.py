@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.thinned import lost_values, stays, thin
+from tests.thinned import DRAWN, left_out, lost_values, sample, stays, thin
 
 
 @pytest.mark.parametrize(("sizes", "n"), [((3, 4), 3), ((2, 2, 2), 2), ((5, 3, 5, 2), 5), ((8, 4), 4)])
@@ -59,3 +59,16 @@ def test_the_first_of_every_n_cases_is_not_repeated(a: int, request: pytest.Fixt
 def test_slow_cases_are_not_counted(a: int, b: int, request: pytest.FixtureRequest) -> None:
     repeated = request.node.get_closest_marker("repeated") is not None
     assert repeated == (a % 2 == b and a % 2 == 1)
+
+
+def test_each_seed_draws_other_cases_of_those_that_repeat_others(request: pytest.FixtureRequest) -> None:
+    def test(a: int) -> None: ...
+
+    marked = pytest.mark.sampled(4)(pytest.mark.parametrize("a", range(400))(test))
+    items = [pytest.Function.from_parent(request.node.parent, name=f"test[{a}]", callobj=marked) for a in range(400)]
+    sample(items)
+    repeated = [item for item in items if item.get_closest_marker("repeated") is not None]
+    assert items[::4] == [item for item in items if item not in repeated]
+    first, again, second = (left_out(items, seed) for seed in ("1", "1", "2"))
+    assert first == again != second and {*first} < {*repeated}
+    assert abs(1 - len(first) / len(repeated) - DRAWN) < 0.1  # of 300 cases: four standard deviations

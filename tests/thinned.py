@@ -1,12 +1,14 @@
-"""``@pytest.mark.thinned(n)``: one of about n cases of a parametrized test stays fast, the others become slow.
+"""Which cases of parametrized tests a run leaves out, because they repeat what others check.
 
-``thinned(n, m)``, where m divides n: one of about m cases is in every whole run, ``--all-cases`` runs the others too.
+``@pytest.mark.thinned(n)``: one of about n cases stays fast, the others become slow. For cross products: a case stays if
+the sum of its places on the axes is a multiple of n. So values of two axes still meet where a third axis has n values or
+more. ``thinned(n, m)``, where m divides n: one of about m cases is in every whole run, ``--all-cases`` runs the others too.
 
-For tests of a cross product, where a case repeats what its neighbors check. A case stays if the sum of its places on
-the axes is a multiple of n, so that values of two axes still meet where a third axis has n values or more.
+``@pytest.mark.sampled(n)``: the first of every n cases is in every run, the others get the mark ``repeated``. ``--fast``
+leaves them out, so values may be lost there. For tests whose cases take long together.
 
-``@pytest.mark.sampled(n)``: ``--fast`` runs the first of every n cases, the others get the mark ``repeated``. Whole
-runs and mutants run all of them, so values may be lost here. For tests whose cases take long together.
+``scripts/test.sh`` runs what is fast of thinned tests and not repeated of sampled ones, and draws a third of the rest by
+the run's seed: other cases in each run, like the examples of property tests. Mutants and single files run all of them.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
+
+DRAWN = 1 / 3
 
 
 def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
@@ -43,16 +48,26 @@ def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
 
 
 def sample(items: Iterable[pytest.Item]) -> None:
-    """Mark cases of sampled tests as repeated: all that are not slow but the first of every n."""
+    """Mark cases of sampled tests as repeated: all but the first of every n that thinning has not made slow."""
     seen = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is None or item.get_closest_marker("slow") is not None:
+        if mark is None or (item.get_closest_marker("thinned") and item.get_closest_marker("slow")):
             continue
         test = item.nodeid.partition("[")[0]
         if seen[test] % mark.args[0]:
             item.add_marker(pytest.mark.repeated)
         seen[test] += 1
+
+
+def left_out(items: Iterable[pytest.Item], seed: str) -> list[pytest.Item]:
+    """Return the cases that a run with this seed does not draw, of those that repeat others."""
+    found = []
+    for item in items:
+        thinned = item.get_closest_marker("thinned") and item.get_closest_marker("slow")
+        if (thinned or item.get_closest_marker("repeated")) and Random(f"{seed} {item.nodeid}").random() >= DRAWN:
+            found.append(item)
+    return found
 
 
 def stays(places: Sequence[int], n: int) -> bool:
