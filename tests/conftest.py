@@ -53,13 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
 
 
-@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its option, and before pytest-xdist copies it for its workers
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its option
 def pytest_configure(config: pytest.Config) -> None:
     """Let property tests draw fresh examples from a random seed, or the same ones always (PROPERTY_EXAMPLES=fixed)."""
     profile = os.environ.get("PROPERTY_EXAMPLES", "fresh")
     hypothesis.settings.load_profile(profile)
     if profile == "fresh" and config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = str(secrets.randbelow(2**32))
+        # Workers of pytest-xdist are given the same arguments, and the environment.
+        config.option.hypothesis_seed = os.environ.setdefault("TESTS_SEED", str(secrets.randbelow(2**32)))
     leave_out_syncs()
 
 

@@ -1,14 +1,15 @@
 """Which cases of parametrized tests a run leaves out, because they repeat what others check.
 
-``@pytest.mark.thinned(n)``: one of about n cases stays fast, the others become slow. For cross products: a case stays if
-the sum of its places on the axes is a multiple of n. So values of two axes still meet where a third axis has n values or
-more. ``thinned(n, m)``, where m divides n: one of about m cases is in every whole run, ``--all-cases`` runs the others too.
+``@pytest.mark.thinned(n)``: one of about n cases stays fast, the others become slow. For cross products: a case stays
+if the sum of its places on the axes is a multiple of n. So values of two axes still meet where a third axis has n
+values or more. ``thinned(n, m)``, where m divides n: one of about m cases is in every whole run, ``--all-cases`` runs
+the others too.
 
-``@pytest.mark.sampled(n)``: the first of every n cases is in every run, the others get the mark ``repeated``. ``--fast``
-leaves them out, so values may be lost there. For tests whose cases take long together.
+``@pytest.mark.sampled(n)``: the first of every n cases is in every run, the others get the mark ``repeated``.
+``--fast`` leaves them out, so values may be lost there. For tests whose cases take long together.
 
-``scripts/test.sh`` runs what is fast of thinned tests and not repeated of sampled ones, and draws a third of the rest by
-the run's seed: other cases in each run, like the examples of property tests. Mutants and single files run all of them.
+``scripts/test.sh`` runs what is fast of thinned tests and not repeated of sampled ones, and draws a third of the rest
+by the run's seed: other cases in each run, like the examples of property tests. Mutants and single files run all.
 """
 
 from __future__ import annotations
