@@ -278,7 +278,7 @@ def run(cell: dict[str, Any], home: Path, known: Known) -> dict[str, Any]:
         cell.get("experts"),
         cell.get("exchange", "auto"),
         cell.get("plan"),
-        steps=cell.get("steps", 8),
+        steps=cell.get("steps", 4),
         rows=cell.get("rows", 4),
         tokens=cell.get("tokens", 16),
         checkpointing=cell.get("checkpointing", False),
