@@ -32,6 +32,7 @@ class NeuronMoEQuantizer(HfQuantizer):
     def __init__(self, quantization_config: NeuronMoEQuantizationConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.placement: Placement | None = None
+        self._dtypes: dict[str, torch.dtype] = {}  # of the model's parameters, before they are filled
 
     @public("from_pretrained")
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +94,8 @@ class NeuronMoEQuantizer(HfQuantizer):
         own = {part.name for each in readings for whole in each.stored.values() for part in whole.all}
         ignored |= {f"^{re.escape(name)}$" for name in own}
         model._keys_to_ignore_on_load_unexpected = ignored
+        if not hasattr(HfQuantizer, "get_new_dtype"):
+            self._dtypes = {name: param.dtype for name, param in model.named_parameters()}
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Cut dense layers as the blocks take them, where the model's own plan cuts a fused one across its halves."""
@@ -115,8 +118,18 @@ class NeuronMoEQuantizer(HfQuantizer):
         from hf_neuron_moe.quantizers.post_load import finish
 
         assert self.placement is not None
+        self._cast_renamed(model)
         finish(model, self.placement, self.quantization_config)
         return model
+
+    def _cast_renamed(self, model: PreTrainedModel) -> None:
+        """Cast what transformers (before 5.23) leaves in the file's dtype because it is renamed: Mixtral's routers."""
+        own = {"torch.bfloat16", "torch.float16", "torch.float32", "torch.float64"}
+        kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+        for name, param in model.named_parameters():
+            dtype = self._dtypes.get(name, param.dtype)
+            if param.dtype != dtype and str(param.dtype) in own and not kept & {*name.split(".")}:
+                param.data = param.data.to(dtype)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Give the model float weights, for ``model.dequantize()``; it is an ordinary one afterwards."""

@@ -27,6 +27,7 @@ from hf_neuron_moe.convert.io import encoded
 from hf_neuron_moe.convert.layout import relayout
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
 from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning
+from hf_neuron_moe.modules.experts_form import is_decorated_experts
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from tests.convert.mutations import command
 from tests.convert.quantized_sources import MODEL, MXFP4, random_mxfp4, rewrite, to_fp8
@@ -80,7 +81,10 @@ def aria(folder: Path, hidden: int = 96, inner: int = 64) -> tuple[Path, dict[st
         pad_token_id=0,
     )
     torch.manual_seed(3)
-    AriaTextForCausalLM(config).bfloat16().save_pretrained(folder, save_original_format=False)
+    model = AriaTextForCausalLM(config)
+    if not any(map(is_decorated_experts, model.modules())):
+        pytest.skip("this transformers has Aria's experts in a loop of their own")
+    model.bfloat16().save_pretrained(folder, save_original_format=False)
     wanted: dict[str, Tensor] = {}
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.training import ReplayingCheckpoint, routing_replay_stats
+from tests.checkpointing import NAME, switch_on
 from tests.tiny_models import tiny_model, tokens
 
 
 def functions(model: nn.Module) -> list[object]:
     """The layers' checkpoint functions."""
     return [layer.__dict__.get("_gradient_checkpointing_func") for layer in model.model.layers]
-
-
-def name_of(model: nn.Module) -> str:
-    """What the methods are called; transformers 5.17 knows the old name only."""
-    return "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
-
-
-def switch_on(model: nn.Module, *options: Any, **more: Any) -> None:
-    getattr(model, f"{name_of(model)}_enable")(*options, **more)
 
 
 def patched(family: str = "mixtral") -> nn.Module:
@@ -73,8 +64,8 @@ def test_every_other_layer_and_switching_off() -> None:
     switch_on(model, every_n_layers=2)
     backward(model)
     assert routing_replay_stats(model) == (18, 0)
-    getattr(model, f"{name_of(model)}_disable")()
-    assert not getattr(model, f"is_{name_of(model)}")
+    getattr(model, f"{NAME}_disable")()
+    assert not getattr(model, f"is_{NAME}")
     backward(model)
     assert routing_replay_stats(model) == (0, 0)
 

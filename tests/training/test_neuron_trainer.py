@@ -23,6 +23,7 @@ from hf_neuron_moe import (
 )
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.training.prepare import is_patched
+from tests.checkpointing import NAME
 from tests.refusals import refused
 from tests.tiny_models import SOME_SLOW_LAYOUTS, assert_same_snapshot, snapshot, tiny_model
 from tests.training.runs import SETTINGS, Rows, arguments, losses, metrics, train_logs, trainer
@@ -66,7 +67,7 @@ def test_losses_equal_patch_model_and_the_stock_trainer(family: str, home: str, 
 
 
 def test_accumulation_with_checkpointing_equals_stock(tmp_path: Path) -> None:
-    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "activation_checkpointing": True}
+    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, NAME: True}
     by_hand = tiny_model("mixtral")
     patch_model(by_hand)
     expected = stock_losses(by_hand, tmp_path / "stock", **options)

@@ -22,6 +22,7 @@ from hf_neuron_moe.training import (
     replay_routing,
     routing_replay_stats,
 )
+from tests.checkpointing import switch_on
 from tests.refusals import refused
 from tests.tiny_models import OTHER_GATES, tiny_model, tokens
 
@@ -118,7 +119,7 @@ def test_no_token_of_10000_changes_its_experts(family: str, reentrant: bool) -> 
     model = routed_model(family)
     gate = gate_of(model)
     make_near_ties(gate)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    switch_on(model, {"use_reentrant": reentrant})
     ids = tokens(200, 50)
     with watched(gate, noise=1e-7) as chosen:
         step(model, ids)
@@ -140,7 +141,7 @@ def test_routers_of_other_gates_and_calls_are_replayed(family: str, reentrant: b
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            switch_on(model, {"use_reentrant": reentrant})
         model.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
@@ -155,7 +156,7 @@ def test_routers_of_other_gates_and_calls_are_replayed(family: str, reentrant: b
 def test_without_replay_they_do(family: str) -> None:
     model = routed_model(family)
     make_near_ties(gate_of(model))
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    switch_on(model, {"use_reentrant": True})
     without_replay(model)
     with watched(gate_of(model), noise=1e-7) as chosen:
         step(model, tokens(200, 50))
@@ -170,7 +171,7 @@ def test_experts_that_stay_stock_meet_no_checkpoint_error(family: str) -> None:
     gate = model.model.layers[1].mlp.gate
     make_near_ties(gate)
     ids = tokens(200, 50)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    switch_on(model, {"use_reentrant": False})
     with watched(gate, noise=1e-7), pytest.raises(CheckpointError):
         step(model, ids)
     patch_model(model, {"precision": "fp32"}, exclude="model.layers.1.*")
@@ -188,7 +189,7 @@ def test_gradients_are_those_of_the_run_without_checkpointing(family: str) -> No
     loss, grads = step(model, ids)
     assert grads[next(name for name in grads if name.endswith("gate.weight"))].any()
     for reentrant in (False, True):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        switch_on(model, {"use_reentrant": reentrant})
         again, recomputed = step(model, ids)
         assert torch.equal(loss, again)
         for name, grad in grads.items():

@@ -23,6 +23,7 @@ from hf_neuron_moe.training.blocks import patched_blocks, sampled_weights
 from hf_neuron_moe.training.figures import health_record, logs_of, peak_memory
 from hf_neuron_moe.training.metrics import ExpertCount, TrainingMonitor
 from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles
+from tests.checkpointing import NAME
 from tests.tiny_models import tiny_model, tokens
 from tests.training.runs import Rows, arguments, metrics, train_logs, trainer
 
@@ -72,8 +73,8 @@ def test_load_is_counted_over_all_tokens_and_only_once(checkpointing: bool | Non
         "eval_steps": 1,
     }
     if checkpointing is not None:
-        options["activation_checkpointing"] = True
-        options["activation_checkpointing_kwargs"] = {"use_reentrant": checkpointing}
+        options[NAME] = True
+        options[f"{NAME}_kwargs"] = {"use_reentrant": checkpointing}
     run = NeuronMoETrainer(model=model, args=arguments(tmp_path, **options), train_dataset=Rows(), eval_dataset=Rows(4))
     run.train()
     lines, logs = metrics(tmp_path), train_logs(run)
