@@ -123,7 +123,7 @@ class NeuronMoEQuantizer(HfQuantizer):
         return model
 
     def _cast_renamed(self, model: PreTrainedModel) -> None:
-        """Cast what older transformers leaves in the dtype of its file where it is renamed, such as Mixtral's routers."""
+        """Cast what older transformers leaves in its file's dtype where it is renamed, such as Mixtral's routers."""
         own = {"torch.bfloat16", "torch.float16", "torch.float32", "torch.float64"}
         kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
         for name, param in model.named_parameters():
