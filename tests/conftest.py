@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that rewrites tests/messages.json, and those for what whole runs leave out."""
     parser.addoption("--all-layouts", action="store_true", help="run every cell of tests/distributed/cells.py")
     parser.addoption("--all-cases", action="store_true", help="run what tests/thinned.py leaves out of whole runs")
-    parser.addoption("--draw-cases", action="store_true", help="draw a third of the cases that repeat others")
+    parser.addoption("--draw-cases", action="store_true", help="draw a quarter of the cases that repeat others")
     parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
 
 

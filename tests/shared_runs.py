@@ -28,3 +28,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
         if not result.exists():
             result.write_text(json.dumps(make(folder)), encoding="utf-8")
         return json.loads(result.read_text(encoding="utf-8"))
+
+
+def collected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """Return what tests of the fixture's file are given as `argument`, of those that this run has chosen."""
+    given = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return [each.params[argument] for each in given if each is not None and argument in each.params]

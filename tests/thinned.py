@@ -6,10 +6,10 @@ values or more. ``thinned(n, m)``, where m divides n: one of about m cases is in
 the others too.
 
 ``@pytest.mark.sampled(n)``: the first of every n cases is in every run, the others get the mark ``repeated``.
-``--fast`` leaves them out, so values may be lost there. For tests whose cases take long together.
+``--fast`` leaves them out, so values may be lost there. For tests whose cases take long together. Mutants run all.
 
-``scripts/test.sh`` runs what is fast of thinned tests and not repeated of sampled ones, and draws a third of the rest
-by the run's seed: other cases in each run, like the examples of property tests. Mutants and single files run all.
+``scripts/test.sh`` draws a quarter of the cases that ``--fast`` leaves out, by the run's seed: other cases in each run,
+like the examples of property tests. Runs of single files have all of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 import pytest
 
-DRAWN = 1 / 3
+DRAWN = 1 / 4
 
 
 def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
-    """Mark cases of thinned tests slow, and skip those of whole runs unless `every` case was asked for.
+    """Mark cases of thinned tests slow and repeated, and skip those of whole runs unless `every` case was asked for.
 
     Raises:
         pytest.UsageError: A value of an axis would have no fast case of a thinned test.
@@ -44,16 +44,17 @@ def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
         places = [_place(values, [params[name] for name in names]) for names, values in axes]
         if not stays(places, of_fast):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.repeated)
         if not every and not stays(places, of_whole):
             item.add_marker(pytest.mark.skip("--all-cases runs it"))
 
 
 def sample(items: Iterable[pytest.Item]) -> None:
-    """Mark cases of sampled tests as repeated: all but the first of every n that thinning has not made slow."""
+    """Mark cases of sampled tests as repeated: all but the first of every n, of those that thinning leaves."""
     seen = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is None or (item.get_closest_marker("thinned") and item.get_closest_marker("slow")):
+        if mark is None or item.get_closest_marker("repeated") is not None:
             continue
         test = item.nodeid.partition("[")[0]
         if seen[test] % mark.args[0]:
@@ -62,13 +63,9 @@ def sample(items: Iterable[pytest.Item]) -> None:
 
 
 def left_out(items: Iterable[pytest.Item], seed: str) -> list[pytest.Item]:
-    """Return the cases that a run with this seed does not draw, of those that repeat others."""
-    found = []
-    for item in items:
-        thinned = item.get_closest_marker("thinned") and item.get_closest_marker("slow")
-        if (thinned or item.get_closest_marker("repeated")) and Random(f"{seed} {item.nodeid}").random() >= DRAWN:
-            found.append(item)
-    return found
+    """Return the repeated cases that a run with this seed does not draw."""
+    repeated = (item for item in items if item.get_closest_marker("repeated") is not None)
+    return [item for item in repeated if Random(f"{seed} {item.nodeid}").random() >= DRAWN]
 
 
 def stays(places: Sequence[int], n: int) -> bool:

@@ -134,6 +134,7 @@ for options, workers in json.loads(sys.argv[3]):
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("model", ["mixtral", "llama"])

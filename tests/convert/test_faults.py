@@ -71,18 +71,22 @@ def test_sample_of_struck_calls(driver):
 
 
 @pytest.mark.slow
-def test_killed_at_every_call(driver):
-    outcomes = sweep(driver, *(f"{name}:kill:1" for name in SCENARIOS))
-    assert len(outcomes) >= 400
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_at_every_call(name, driver):
+    outcomes = sweep(driver, f"{name}:kill:1")
+    assert len(outcomes) >= 20
     assert {outcome["state"] for outcome in outcomes} == {"not yet", "complete"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("action", KILLED[1:])
 def test_power_cut(action, driver):
     assert len(sweep(driver, *(f"{name}:{action}:{EVERY}" for name in SCENARIOS))) >= 400 // EVERY - 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("action", REFUSED)
 def test_calls_refused(action, driver):

@@ -16,7 +16,7 @@ from hf_neuron_moe import parity
 from tests.distributed import cells
 from tests.distributed.launch import launch
 from tests.distributed.layout_driver import FP32
-from tests.shared_runs import made_once
+from tests.shared_runs import collected, made_once
 
 DRIVER = "tests.distributed.layout_driver"
 OF_FORMAT = 1.0
@@ -49,17 +49,23 @@ def core(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return made_once(tmp_path_factory, "core", lambda folder: run(repo_root, folder, cells.CORE, 2))
 
 
-@pytest.fixture(scope="module")
-def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    chosen = [*cells.ALWAYS, *cells.MEASURED, *cells.BUDGETS, cells.COMPILED, *cells.REFUSED.values()]
-    return made_once(tmp_path_factory, "two", lambda folder: run(repo_root, folder, chosen, 2))
+def chosen(request: pytest.FixtureRequest, among: list[cells.Cell]) -> list[cells.Cell]:
+    """Those cells that this run has tests of."""
+    names = {each["name"] for each in collected(request, "each")}
+    return [each for each in among if each["name"] in names]
 
 
 @pytest.fixture(scope="module")
-def four(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made_once(
-        tmp_path_factory, "four", lambda folder: run(repo_root, folder, [*cells.ALWAYS_FOUR, cells.CUT_TWICE], 4)
-    )
+def two(repo_root: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    others = [*cells.MEASURED, *cells.BUDGETS, cells.COMPILED, *cells.REFUSED.values()]
+    wanted = [*chosen(request, cells.ALWAYS), *others]
+    return made_once(tmp_path_factory, "two", lambda folder: run(repo_root, folder, wanted, 2))
+
+
+@pytest.fixture(scope="module")
+def four(repo_root: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    wanted = [*chosen(request, cells.ALWAYS_FOUR), cells.CUT_TWICE]
+    return made_once(tmp_path_factory, "four", lambda folder: run(repo_root, folder, wanted, 4))
 
 
 def check(each: cells.Cell, results: Results) -> None:
@@ -106,6 +112,7 @@ def test_core(each: cells.Cell, core: Results) -> None:
     check(each, core)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("each", cells.ALWAYS, ids=lambda each: each["name"])
 def test_two_processes(each: cells.Cell, two: Results) -> None:
@@ -153,6 +160,7 @@ def test_what_is_refused_is_refused_on_every_process(message: str, two: Results)
     assert message in errors[0] and all(errors), errors
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("each", cells.ALWAYS_FOUR, ids=lambda each: each["name"])
 def test_four_processes(each: cells.Cell, four: Results) -> None:

@@ -97,6 +97,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by peft
 @pytest.mark.parametrize("layout", [*LAYOUTS, "fsdp2"])

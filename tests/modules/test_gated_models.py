@@ -107,6 +107,7 @@ def test_adapters_on_experts(family: str, layout: str, tmp_path: Path) -> None:
     assert_close(again(tokens()).logits, logits, "logits")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "family",
     ["gpt_oss", *(pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES[1:], *LATER_GATES))],

@@ -167,6 +167,7 @@ def words(row: Row, hidden: int, inner: int, fmt: str) -> MXExpertStack:
     return MXExpertStack(gate_up.words, gate_up.scales, down.words, down.scales, *layouts, row.gate, *biases)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("column", "release"),
     [

@@ -187,6 +187,7 @@ def test_bodies_for_the_torch_backend_stay_whole(name: str, machine: Start) -> N
     assert not double.launches and not double.traced
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_model_is_one_graph_and_compiles_once_per_shape(name: str, machine: Start) -> None:

@@ -62,6 +62,7 @@ def test_a_trainer_run(name: str, tmp_path: Path, machine: Start) -> None:
     assert len(double.launches) == 12 and len(double.compilations) == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "minimal", "fp8", "recompute"])
 @pytest.mark.parametrize("name", CASES)
@@ -87,6 +88,7 @@ def test_a_trainer_run_with_gradient_checkpointing(name: str, reentrant: bool, t
     assert len(double.launches) == 18, "every forward runs twice"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_trainer_run(name: str, tmp_path: Path, machine: Start) -> None:

@@ -108,6 +108,9 @@ CELLS = (
     Cell("llama_biased", MX, FSDP),
     Cell("llama", {**MX, "layout": "fused", "tp_degree": 2}, TP, changes=WIDE),
 )
+DIFFERING = (CELLS[0], CELLS[4])
+"""Of two conversions, where each process loads one."""
+
 CELLS_OF_FOUR = (
     Cell("mixtral", KERNEL, {"ep": 2, "fsdp": 4}),
     Cell("mixtral", DEALT, {"ep": 2, "tp": 2, "fsdp": 2}),
@@ -251,7 +254,7 @@ def adapted(model: Any, trial: parity.Trial, part: int | None = None) -> parity.
 
 def differing(home: Path) -> dict[str, Any]:
     """Load another conversion on each rank."""
-    cell = CELLS[4 * dist.get_rank()]
+    cell = DIFFERING[dist.get_rank()]
     load(home / cell.folder, cell.layout)
     return {}
 
@@ -266,12 +269,12 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main(home: Path, rank: int, processes: int) -> None:
-    """Run all cells."""
+def main(home: Path, rank: int, processes: int, names: list[str]) -> None:
+    """Run the cells of these names."""
     options: Any = {"init_method": f"file://{home}/meeting", "rank": rank, "world_size": processes}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60), **options)
     expected: dict[str, Any] = {}
-    chosen = CELLS if processes == 2 else CELLS_OF_FOUR
+    chosen = [cell for cell in (CELLS if processes == 2 else CELLS_OF_FOUR) if cell.name in names]
     found = {cell.name: attempt(lambda cell=cell: run(home, cell, expected)) for cell in chosen}  # type: ignore[misc]
     if processes == 2:
         found["differing"] = attempt(lambda: differing(home))
@@ -281,4 +284,4 @@ def main(home: Path, rank: int, processes: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

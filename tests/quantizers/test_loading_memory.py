@@ -41,6 +41,7 @@ print(peak - start, sum(tensor.nbytes for tensor in model.state_dict().values())
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])

@@ -22,6 +22,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "first",
     [

@@ -25,11 +25,11 @@ from hf_neuron_moe.quantizers.shard_layouts import read_stored
 from hf_neuron_moe.quantizers.sharded import OpenFiles, StockWeight, stock_rows
 from tests.quantizers.conftest import SIZES as INNER, UNEVEN, Converted, Source, load
 from tests.refusals import refused
-from tests.shared_runs import made_once
+from tests.shared_runs import collected, made_once
 from tests.tiny_models import tiny_config
 
 pytest.importorskip("transformers.distributed.sharding_utils", reason="this transformers cannot shard while loading")
-from tests.quantizers.sharded_driver import CELLS, CELLS_OF_FOUR, SIZES, Cell
+from tests.quantizers.sharded_driver import CELLS, CELLS_OF_FOUR, DIFFERING, SIZES, Cell
 
 pytestmark = pytest.mark.filterwarnings("ignore:convert. .*left in source form")
 LIMIT = 2e-6
@@ -41,26 +41,29 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """What two processes saw."""
-    ranks: Ranks = made_once(tmp_path_factory, "sharded-loading", functools.partial(launched, repo_root))
+def two(repo_root: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What two processes saw of the cells that this run has tests of, and of those that others are compared with."""
+    compared = [*DIFFERING, *(cell for cell in CELLS if cell.name == "mixtral-mxfp8:fsdp2")]
+    cells = [cell for cell in CELLS if cell in [*collected(request, "cell"), *compared]]
+    ranks: Ranks = made_once(tmp_path_factory, "sharded-loading", functools.partial(launched, repo_root, cells))
     return ranks
 
 
 @pytest.fixture(scope="module")
-def four(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def four(repo_root: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What four processes saw."""
-    launch = functools.partial(launched, repo_root, processes=4)
+    cells = [cell for cell in CELLS_OF_FOUR if cell in collected(request, "cell")]
+    launch = functools.partial(launched, repo_root, cells, processes=4)
     ranks: Ranks = made_once(tmp_path_factory, "sharded-loading-of-four", launch)
     return ranks
 
 
-def launched(repo_root: Path, home: Path, processes: int = 2) -> Ranks:
-    """Convert the sources of all cells and load them in so many processes."""
+def launched(repo_root: Path, cells: list[Cell], home: Path, processes: int = 2) -> Ranks:
+    """Convert the sources of cells and load them in so many processes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    for cell in CELLS if processes == 2 else CELLS_OF_FOUR:
+    for cell in cells:
         source = home / f"{cell.family}{cell.changes}"
         if not source.exists():
             torch.manual_seed(7)
@@ -75,7 +78,9 @@ def launched(repo_root: Path, home: Path, processes: int = 2) -> Ranks:
         env = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         options: Any = {"cwd": repo_root, "env": env, "stderr": subprocess.PIPE, "start_new_session": True}
-        started.append(subprocess.Popen([*command, rank, str(processes)], text=True, **options))
+        started.append(
+            subprocess.Popen([*command, rank, str(processes), *(cell.name for cell in cells)], text=True, **options)
+        )
     try:
         shown = [process.communicate(timeout=240)[1] for process in started]
     finally:
@@ -86,6 +91,7 @@ def launched(repo_root: Path, home: Path, processes: int = 2) -> Ranks:
     return [json.loads((home / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_every_layout_computes_as_one_process_and_reads_its_part(two: Ranks, cell: Cell) -> None:
@@ -100,6 +106,7 @@ def test_every_layout_computes_as_one_process_and_reads_its_part(two: Ranks, cel
         assert all(name.endswith(f".ep{rank}") for rank in (0, 1) for name in names[rank])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS_OF_FOUR, ids=lambda cell: cell.name)
 def test_four_processes(four: Ranks, cell: Cell) -> None:

@@ -47,6 +47,7 @@ def test_the_scripts_are_bash(name: str) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", RUNS)
 def test_a_dry_run_checks_the_options_and_prints_the_command(chip: str, tmp_path: Path) -> None:

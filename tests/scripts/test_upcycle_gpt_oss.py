@@ -86,6 +86,7 @@ def test_transformers_reads_the_mxfp4_files(llama: LlamaForCausalLM, tmp_path: P
     assert torch.equal(opened.state_dict()[f"{EXPERTS}.gate_up_proj_bias"][:, 1::2].unique(), torch.tensor([-1.0]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_training_from_mxfp4_ends_in_a_stock_checkpoint(

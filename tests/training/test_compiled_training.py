@@ -105,6 +105,7 @@ def losses(model: nn.Module, folder: Path, backend: str | None) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend"),

@@ -37,6 +37,7 @@ def model_of(name: str) -> tuple[torch.nn.Module, int]:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), parameters
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_layout_holds_what_its_file_says(file: Path) -> None:

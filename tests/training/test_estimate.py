@@ -296,6 +296,7 @@ LARGE = {
 """Configuration, number of parameters as published, and the most KiB per token that all blocks may keep in minimal."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_models_take_seconds_and_no_memory(name: str) -> None:

@@ -21,7 +21,7 @@ from hf_neuron_moe.training.fit import fit_layout
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
 from hf_neuron_moe.training.one_rank import Layout
 from hf_neuron_moe.training.repeated_layers import RepeatedLayers
-from tests.shared_runs import made_once, shared_folder
+from tests.shared_runs import collected, made_once, shared_folder
 from tests.tiny_models import tiny_config, tiny_model
 from tests.training.layout_driver import BATCH, LENGTH, PATCHES
 
@@ -52,7 +52,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def measured(folder: Path, cells: tuple[tuple[str, dict[str, int]], ...], ranks: int) -> list[dict[str, Any]]:
+Found = tuple[Path, list[dict[str, Any]]]
+
+
+def measured(folder: Path, cells: list[tuple[str, dict[str, int]]], ranks: int) -> list[dict[str, Any]]:
     """By rank and cell what a group of processes measured."""
     for name in {family for family, _ in cells}:
         family, changes = MODELS[name]
@@ -73,14 +76,16 @@ def measured(folder: Path, cells: tuple[tuple[str, dict[str, int]], ...], ranks:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    ranks = made_once(tmp_path_factory, "two-estimates", lambda folder: measured(folder, TWO, 2))
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cells = [cell for cell in TWO if cell in collected(request, "cell")]
+    ranks = made_once(tmp_path_factory, "two-estimates", lambda folder: measured(folder, cells, 2))
     return shared_folder(tmp_path_factory, "two-estimates"), ranks
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    ranks = made_once(tmp_path_factory, "four-estimates", lambda folder: measured(folder, FOUR, 4))
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cells = [cell for cell in FOUR if cell in collected(request, "cell")]
+    ranks = made_once(tmp_path_factory, "four-estimates", lambda folder: measured(folder, cells, 4))
     return shared_folder(tmp_path_factory, "four-estimates"), ranks
 
 
@@ -90,7 +95,7 @@ def estimated(path: Path, layout: Layout, **options: Any) -> TrainingEstimate:
     return estimate_training(model, PATCHES, batch=BATCH, length=LENGTH, layout=layout, **options)
 
 
-def check(found: tuple[Path, list[dict[str, Any]]], cell: tuple[str, dict[str, int]]) -> None:
+def check(found: Found, cell: tuple[str, dict[str, int]]) -> None:
     family, sizes = cell
     path, ranks = found[0] / family, found[1]
     for rank in (0, len(ranks) - 1):
@@ -107,12 +112,14 @@ def check(found: tuple[Path, list[dict[str, Any]]], cell: tuple[str, dict[str, i
         assert saved == {name: real[name] for name in (*PATCHES, "stock")}, rank
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", TWO, ids=str)
 def test_each_of_two_ranks_holds_what_is_estimated(cell: Any, two: Any) -> None:
     check(two, cell)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", FOUR, ids=str)
 def test_each_of_four_ranks_holds_what_is_estimated(cell: Any, four: Any) -> None:
@@ -204,6 +211,7 @@ def test_the_layout_that_fits_is_the_one_that_sends_least() -> None:
         fit_layout(model, configs, memory=min(least.values()) - 1, devices=2, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "layout", "options"),

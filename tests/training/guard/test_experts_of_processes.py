@@ -30,6 +30,7 @@ def ranks(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["ep2_fsdp2", "ep2_tp2"])
 def test_an_alarm_names_the_models_expert(
     layout: str, ranks: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
