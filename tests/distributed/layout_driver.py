@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,9 +28,9 @@ from hf_neuron_moe import parity, patch_model
 from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.patching import api
 from hf_neuron_moe.patching.apply import report_of
-from hf_neuron_moe.patching.routing_replay import _Deciding
 from hf_neuron_moe.training.figures import logs_of
 from hf_neuron_moe.training.metrics import TrainingMonitor
+from tests.same_routing import SameRouting
 from tests.tiny_models import tiny_model
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -86,31 +85,6 @@ def to_first_experts(model: nn.Module) -> nn.Module:
         if name.endswith("mlp.gate"):
             module.register_forward_hook(choose)
     return model
-
-
-class SameRouting(_Deciding):
-    """Keeps what routers choose in the run of one process, and gives the other runs their part of it.
-
-    Scores are each run's own, and so are the weights made of them. But a nearly tied token takes the same expert: if it
-    took another one, gradients would differ by a whole token's share, which no rounding bounds (one token of 64 is up
-    to 0.25 of a router's gradient, where roundings make 0.006). In fp32 nothing may want to choose otherwise in the
-    first step. After it the optimizer has divided gradients by their size, those that are roundings alone too; the
-    losses of later steps have the limit of moved weights.
-    """
-
-    def __init__(self, chosen: list[Tensor] | None, part: int = 0, parts: int = 1) -> None:
-        super().__init__([])
-        self.known, self.part, self.parts = chosen, part, parts
-        self.chosen: list[Tensor] = []
-        self.changed: list[int] = []  # by call
-
-    def decide(self, kind: str, scores: Tensor, dim: int, choose: Callable[[], Tensor]) -> Tensor:
-        own = choose()
-        kept = own if self.known is None else self.known[len(self.chosen)].chunk(self.parts)[self.part]
-        assert kept.shape == own.shape, (kind, kept.shape, own.shape)
-        self.chosen.append(kept)
-        self.changed.append(int((kept.sort().values != own.sort().values).sum()))
-        return kept
 
 
 def trained(cell: dict[str, Any], trial: parity.Trial, known: Known) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_neuron_moe import patch_model
 from tests.neuron.small_runs import CASES, SOME_SLOW, Case, Rows, close, train_with_trainer
+from tests.same_routing import SameRouting
 
 Start = Callable[..., SimpleNamespace]
 LORA = {
@@ -45,11 +46,14 @@ def compare(
     case: Case, folder: Path, machine: Start, *, bound: float, lora: dict[str, Any] | None = None,
     patch: dict[str, Any] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Run the Trainer twice; return the double."""
+    """Run the Trainer twice, with the same experts for every token; return the double."""
     patch = patch or {}
-    expected = train_with_trainer(prepared(case, "torch", lora, **patch), folder / "torch", **options)
+    with SameRouting(None) as routing:
+        expected = train_with_trainer(prepared(case, "torch", lora, **patch), folder / "torch", **options)
+    assert bool(routing.chosen) is (case.family == "mixtral")
     double = machine(target=case.target).double
-    losses = train_with_trainer(prepared(case, "neuron", lora, **patch), folder / "neuron", **options)
+    with SameRouting(routing.chosen):
+        losses = train_with_trainer(prepared(case, "neuron", lora, **patch), folder / "neuron", **options)
     assert len(expected) == 3 and len(set(expected)) == 3
     assert close(losses, expected, bound), (losses, expected)
     return double
