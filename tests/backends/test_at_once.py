@@ -322,6 +322,15 @@ def test_products_of_an_accelerator(
         assert distance(mine, theirs) <= (exact if precision == "fp32" else ONE_ROUNDING)
 
 
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute.environment_option.cache_clear()
+    monkeypatch.setenv(compute.GROUPED, "")
+    try:
+        assert compute.environment_option(compute.GROUPED, "auto", "0", "1") == "auto"
+    finally:
+        compute.environment_option.cache_clear()
+
+
 def test_the_environment_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     compute.environment_option.cache_clear()
     monkeypatch.setenv(compute.GROUPED, "1")

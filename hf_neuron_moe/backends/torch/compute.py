@@ -118,8 +118,8 @@ def bf16_matmul_is_fast(device: torch.device) -> bool:
 @functools.cache
 @public("the torch backend")
 def environment_option(name: str, *values: str) -> str:
-    """Return the environment variable `name`, which is read once: one of `values`, the first where it is unset."""
-    value = os.environ.get(name, values[0])
+    """Return the environment variable `name`, which is read once: one of `values`, the first where it has no value."""
+    value = os.environ.get(name) or values[0]
     if value not in values:
         raise ConfigError.about(
             f"the environment variable {name}",
