@@ -76,10 +76,11 @@ def test_sample_of_struck_calls(driver):
 def test_killed_at_every_call(name, driver):
     outcomes = sweep(driver, f"{name}:kill:1")
     assert len(outcomes) >= 20
-    assert {outcome["state"] for outcome in outcomes} == {"not yet", "complete"}
+    # A destination that is replaced is complete at any time; parts are completed by finalize.
+    expected = {"replace": {"complete"}, "parts": {"not yet"}}.get(name, {"not yet", "complete"})
+    assert {outcome["state"] for outcome in outcomes} == expected
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("action", KILLED[1:])
 def test_power_cut(action, driver):
