@@ -25,6 +25,15 @@ def show_installation(found: Installation, kinds: Collection[str] = ()) -> None:
     typer.echo(f'backend="nki-sim" can run here: {_answer(found.simulator_reason)}')
     everywhere = "yes, as on any device; it computes the same contract"
     typer.echo(f'backend="torch" can run here: {_answer(found.torch_reason, everywhere)}')
+    by = "yes" if found.gpus.names else "yes, in Triton's interpreter"
+    typer.echo(f'backend="triton" can run here: {_answer(found.gpus.triton_reason, by)}')
+    for name in found.gpus.names:
+        typer.echo(f"GPU: {name}")
+    typer.echo(
+        "No GPU has run this package. Compare losses with the stock model first."
+        if found.gpus.names
+        else f"GPU: none: {found.gpus.reason}"
+    )
     typer.echo(f"\nPython {found.python}, {found.machine}; Neuron SDK {found.sdk or 'not installed'}")
     typer.echo(", ".join(f"{name} {version or 'not installed'}" for name, version in found.others.items()))
     rows = [(package.name, package.version or "-", package.state, package.note) for package in found.packages]

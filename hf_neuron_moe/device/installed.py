@@ -12,7 +12,7 @@ import platform
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN, FUNCTIONS
+from hf_neuron_moe.device.gpus import GPUs, inspect_gpus
 from hf_neuron_moe.errors import NeuronMoEError
 
 _DATA: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("installed.toml").read_text(encoding="utf-8"))
@@ -77,6 +78,7 @@ class Installation:
     environment: dict[str, str]  # the variables of ENVIRONMENT that are set
     kernels: tuple[Kernel, ...]  # those that this package calls
     torch_reason: str | None = None  # why backend="torch" cannot run here; None where torch is there
+    gpus: GPUs = field(default_factory=GPUs)
 
     @property
     def compiler(self) -> Package:
@@ -180,6 +182,7 @@ def inspect_installation() -> Installation:
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         kernels=tuple(kernels),
         torch_reason=None if importlib.util.find_spec("torch") is not None else "torch is not installed",
+        gpus=inspect_gpus(),
     )
 
 

@@ -15,6 +15,7 @@ from transformers import CLIPVisionConfig, LlavaConfig, MixtralConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.device_verification import load_for_verification
+from hf_neuron_moe.device.gpus import GPUs, inspect_gpus
 from hf_neuron_moe.device.installed import BROKEN, ENVIRONMENT, MISSING, OK, PLACEHOLDER, Package, inspect_installation
 from hf_neuron_moe.device.kernel_support import block_groups, usable_kernels
 from hf_neuron_moe.device.tolerances import BOUNDS
@@ -307,6 +308,39 @@ def test_doctor_as_json(run, mixtral_dir):
     assert bf16["block_size"] == 512 and mxfp8["documented"]["trn2"]["block_sizes"] == []
     assert mxfp8["documented"]["trn3"]["usable"] and "Trn3 only" in mxfp8["documented"]["trn2"]["reason"]
     assert not bf16["here"]["usable"] and "nki is not installed" in bf16["here"]["reason"]
+
+
+def test_gpus_are_named_or_why_there_are_none(run, tmp_path, monkeypatch):
+    """A machine with a driver, and PyTorch's answers for builds with and without CUDA."""
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr("hf_neuron_moe.device.gpus.DRIVERS", (str(tmp_path / "none"), str(driver)))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "GPU: none: no driver of a GPU was found" in run("doctor").out
+    driver.touch()
+    answers = {"is_available": True, "device_count": 2, "get_device_name": "H100", "get_device_capability": (9, 0)}
+    for cuda, seen, expected in ((None, False, "built for CPUs"), ("13.0", False, "built for 13.0, finds none")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda seen=seen: seen)
+        assert expected in (inspect_gpus().reason or "")
+        assert (inspect_gpus().names, inspect_gpus().triton_reason) == ((), "there is no GPU")
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    found = inspect_gpus()
+    assert found == GPUs(("H100 (compute capability 9.0)",) * 2, None, None)
+    monkeypatch.setattr("hf_neuron_moe.device.installed.inspect_gpus", lambda: found)
+    shown = run("doctor").out
+    assert 'backend="triton" can run here: yes\n' in shown and shown.count("GPU: H100") == 2
+    assert "No GPU has run this package." in shown
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda n: torch._C._no_such_name)
+    assert (inspect_gpus().reason or "").startswith("torch fails: AttributeError")
+
+
+def test_triton_runs_in_its_interpreter(run, monkeypatch):
+    monkeypatch.setattr("hf_neuron_moe.device.gpus.DRIVERS", ())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert 'backend="triton" can run here: no: there is no GPU' in run("doctor").out
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert 'backend="triton" can run here: yes, in Triton\'s interpreter' in run("doctor").out
 
 
 def test_doctor_names_no_kernels_for_a_gate_that_they_do_not_compute(run, tmp_path):
