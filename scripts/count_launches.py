@@ -16,10 +16,11 @@ import importlib.util
 import json
 import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,8 +28,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
 from hf_neuron_moe.backends import get_backend
@@ -43,14 +44,12 @@ QUESTIONS = {"_is_mkldnn_bf16_supported"}  # to the processor, once per process
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations, reads and the most bytes alive of what was made while it is entered."""
+    """Counts operations and reads while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
-        self.alive = self.peak = 0
-        self._seen: set[int] = set()
         self._lists = _Lists(self)
 
     def __enter__(self) -> Launches:
@@ -69,24 +68,7 @@ class Launches(TorchDispatchMode):
             self.reads[name] += 1
         elif name not in ALLOCATIONS | QUESTIONS and not _is_view(func):
             self.operations[name] += 1
-        result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor):
-                self._hold(made)
-        return result
-
-    def _hold(self, made: Tensor) -> None:
-        storage = made.untyped_storage()
-        if storage._cdata in self._seen:
-            return
-        self._seen.add(storage._cdata)
-        self.alive += (size := storage.nbytes())
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._release, storage._cdata, size)
-
-    def _release(self, number: int, size: int) -> None:
-        self._seen.discard(number)
-        self.alive -= size
+        return func(*args, **(kwargs or {}))
 
 
 class _Lists(TorchFunctionMode):
@@ -122,6 +104,11 @@ class Layer:
         down = torch.randn(E, H, inner, generator=draw).mul_(inner**-0.5).bfloat16()
         self.weights = ExpertWeights(gate_up, down)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights, tokens and routing."""
+        return sum(part.nbytes for part in (self.x_TH, self.dout_TH, *self.routing, *self.weights) if part is not None)
+
     def patched(self, backend: str, precision: str, policy: str) -> Callable[[], None]:
         """Return forward and backward of a patched block."""
         kernels, keep, spec = get_backend(backend), parse_keep(canonical_keep(policy, precision)), BlockSpec(precision)
@@ -149,20 +136,24 @@ class Layer:
         weight_TK = weight_TK.clone().requires_grad_()
 
         def step() -> None:
+            experts.zero_grad()
             experts(x_TH, index_TK, weight_TK).backward(self.dout_TH)
 
         return step
 
 
-def counted(step: Callable[[], None], *, accelerator: bool = False, triton: bool = False) -> dict[str, int]:
-    """Return what `step` asks of a device.
+def counted(
+    step: Callable[[], None], *, accelerator: bool = False, triton: bool = False, memory: bool = False
+) -> dict[str, int]:
+    """Return what `step` asks of a device; with `memory` also :func:`peak_bytes` of another call.
 
     With `accelerator`, FP8 activations are packed and unpacked as there, not as on a CPU. With `triton` its kernels are
     not run, so results hold anything.
     """
     if accelerator:
         elements.decode_table(E4M3FN, torch.device("cpu"))  # made by the first call of a process
-    with Launches() as counts, ExitStack() as stack:
+    counts = Launches()
+    with ExitStack() as stack:
         if accelerator:
             stack.enter_context(mock.patch.object(group_fp8, "CPU_CHUNK", group_fp8.DEVICE_CHUNK))
             stack.enter_context(mock.patch.object(elements, "_decode_through_half", elements.decode_by_table))
@@ -174,13 +165,31 @@ def counted(step: Callable[[], None], *, accelerator: bool = False, triton: bool
 
             for module in (expert_gemm, gate_epilogue, mx_both_ways):
                 stack.enter_context(mock.patch.object(module, "launch", launch))
+        with counts:
+            step()
+        found = {
+            "operations": counts.operations.total(),
+            "host_synchronizations": counts.reads.total(),
+            "triton_kernels": counts.operations["triton"],
+        }
+        return {**found, "peak_bytes": peak_bytes(step)} if memory else found
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """Return the most bytes that `step` holds, also within an operation and in buffers that are kept for later calls.
+
+    Seen are torch's allocations, and not what the matmul libraries allocate.
+    """
+    with ThreadPoolExecutor(1) as fresh:  # a thread without buffers of earlier calls
+        return fresh.submit(_peak_bytes, step).result()
+
+
+def _peak_bytes(step: Callable[[], None]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         step()
-    return {
-        "operations": counts.operations.total(),
-        "host_synchronizations": counts.reads.total(),
-        "peak_bytes": counts.peak,
-        "triton_kernels": counts.operations["triton"],
-    }
+    assert seen.profiler is not None
+    changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -201,19 +210,21 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     os.environ.setdefault("HF_NEURON_MOE_GROUPED", "0")  # ``torch`` computes one expert after the other
     layer, rows = Layer(chosen.experts, chosen.hidden, chosen.inner, chosen.tokens, chosen.top_k), []
-    rows.append({"experts": "stock grouped_mm", "precision": "bf16", "policy": "", **counted(layer.stock())})
+    rows.append(
+        {"experts": "stock grouped_mm", "precision": "bf16", "policy": "", **counted(layer.stock(), memory=True)}
+    )
     backends = ("torch", "torch-grouped", *(("triton",) if importlib.util.find_spec("triton") else ()))
     for backend in backends:
         for precision in ("bf16", "mxfp8", "fp32"):
             for policy in chosen.policies:
-                kinds = {"accelerator": backend != "torch", "triton": backend == "triton"}
+                kinds = {"accelerator": backend != "torch", "triton": backend == "triton", "memory": True}
                 found = counted(layer.patched(backend, precision, policy), **kinds)
                 rows.append({"experts": backend, "precision": precision, "policy": policy, **found})
     counts = f"{'operations':>10} {'host reads':>10} {'peak MiB':>9} {'Triton':>6}"
     print(f"{'experts':18} {'precision':9} {'policy':10} {counts}")
     for row in rows:
         where = f"{row['experts']:18} {row['precision']:9} {row['policy']:10}"
-        mib = row["peak_bytes"] / 2**20
+        mib = (row["peak_bytes"] + layer.nbytes) / 2**20
         counts = f"{row['operations']:10,} {row['host_synchronizations']:10,} {mib:9.1f} {row['triton_kernels']:6}"
         print(f"{where} {counts}")
     if chosen.json:

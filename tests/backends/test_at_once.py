@@ -27,7 +27,7 @@ from hf_neuron_moe.backends.torch.experts import Rows, sort_pairs
 from hf_neuron_moe.backends.torch.tiles import row_tiles
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.formats import fake_quantize_mx
-from scripts.count_launches import Launches, Layer, counted
+from scripts.count_launches import Launches, Layer, counted, peak_bytes
 from tests.backends.test_gates import GATES
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
@@ -205,7 +205,6 @@ class TestCounts:
             with pytest.MonkeyPatch.context() as monkeypatch:
                 monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: native)
                 monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
-                compute.release_scratch()  # buffers that earlier tests left are larger than what tiles need
                 return [counted(layer.patched(b, precision, "minimal")) for b in ("torch-grouped", "torch")]
 
         return both
@@ -229,9 +228,13 @@ class TestCounts:
         assert counts["host_synchronizations"] == 0
 
     @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_peak_memory(self, counts: Callable[[str, bool], list[dict[str, int]]], precision: str) -> None:
-        peak, of_tiles = (each["peak_bytes"] for each in counts(precision, False))  # bf16 products have no tiles
-        assert peak <= self.MEMORY * of_tiles
+    def test_peak_memory(self, layer: Layer, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Weights included. Only of fp32 products: bf16 ones have no tiles, and more memory one after the other."""
+        monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: False)
+        monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
+        steps = [layer.patched(name, precision, "minimal") for name in ("torch-grouped", "torch")]
+        at_once, of_tiles = (layer.nbytes + peak_bytes(step) for step in steps)
+        assert at_once <= self.MEMORY * of_tiles
 
     def test_the_first_call_counts_as_every_other(self, layer: Layer) -> None:
         compute._cpu_bf16_matmul_is_fast.cache_clear()  # else the processor is not asked again
@@ -239,16 +242,23 @@ class TestCounts:
         assert first == second
 
 
+@pytest.mark.parametrize("rows", [600, 6000])  # in one call of torch's grouped product, and group by group
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16, torch.float32])
-def test_pieces_of_groups_have_the_bits_of_one_call(weights: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_groups_have_the_bits_of_one_call(
+    weights: torch.dtype, precision: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fp32 products cast weights and gather tokens of a few groups at a time."""
-    problem = Problem(32, 200, 3, 64, 32)
+    monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: False)
+    problem = Problem(32, rows // 3, 3, 64, 32)
     problem.routing.index_TK[problem.routing.index_TK > 20] = 32  # experts without rows, and rows of other ranks
     problem.gate_up, problem.down = problem.gate_up.to(weights), problem.down.to(weights)
-    whole = problem.run("torch-grouped", "fp32")
-    monkeypatch.setattr(device_products, "PIECE", 1 << 13)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_products, "CAST", 1 << 30)
+        whole = problem.run("torch-grouped", precision)
+    monkeypatch.setattr(device_products, "CAST", 1 << 13)
     monkeypatch.setattr(device_products, "GATHERED", 0)  # tokens that few rows gather at once, too
-    assert all(map(torch.equal, problem.run("torch-grouped", "fp32"), whole))
+    assert all(map(torch.equal, problem.run("torch-grouped", precision), whole))
 
 
 @pytest.mark.sampled(3)

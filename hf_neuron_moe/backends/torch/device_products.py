@@ -30,7 +30,6 @@ from hf_neuron_moe.backends.torch.cpu.matmul import matmul_over_rows_into
 from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
 from hf_neuron_moe.backends.torch.experts import Runs
 from hf_neuron_moe.backends.torch.grouped_products import (
-    PIECE,
     Operand,
     project,
     project_over_rows,
@@ -42,6 +41,7 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 
 _Tokens = tuple[Tensor | None, Tensor | None]  # whose rows an operand's are, in the order of the sorted pairs
 GATHERED = 1 << 18  # elements of tokens' rows that are gathered at once
+CAST = 1 << 17  # elements of the weights whose groups are cast at once, so that copies stay small
 _ALIGNED = 8  # elements; torch's grouped product wants strides of whole 16 bytes
 
 
@@ -55,7 +55,7 @@ def grouped_product(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: 
     if _has_borders(left_RK):
         if _in_one_call(left_RK, weight_GNK, len(ends_G), dtype):
             return _product_in_pieces(left_RK, weight_GNK, ends_G, dtype)
-        return _product_on_host(left_RK, weight_GNK, _host_runs(ends_G), dtype)
+        return _product_on_host(left_RK, weight_GNK, ends_G, dtype)
     if dtype == torch.bfloat16:
         left_RK, weight_GNK = (_padded(part, -1) for part in (left_RK, weight_GNK))
         weight_GKN = _padded(weight_GNK, -2).transpose(1, 2)
@@ -176,15 +176,15 @@ def _in_one_call(left: Tensor, right: Tensor, groups: int, dtype: torch.dtype, t
 
 
 def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return torch's grouped product; a weight of another dtype than the rows is cast piece by piece."""
-    if weight_GNK.dtype == left_RK.dtype:
-        product_RN = F.grouped_mm(left_RK.to(dtype), weight_GNK.to(dtype).transpose(1, 2), offs=ends_G)
+    """Return torch's grouped product; operands of another dtype than it are cast piece by piece."""
+    if left_RK.dtype == weight_GNK.dtype == dtype:
+        product_RN = F.grouped_mm(left_RK, weight_GNK.transpose(1, 2), offs=ends_G)
         product_RN[int(ends_G[-1]) :].zero_()
         return product_RN
     product_RN = left_RK.new_empty((len(left_RK), weight_GNK.shape[1]), dtype=dtype)
     for groups, rows, offsets in _pieces_of_groups(ends_G, weight_GNK[0].numel()):
         weight_GKN = weight_GNK[groups].to(dtype).transpose(1, 2)
-        product_RN[rows].copy_(F.grouped_mm(left_RK[rows], weight_GKN, offs=offsets))
+        product_RN[rows].copy_(F.grouped_mm(left_RK[rows].to(dtype), weight_GKN, offs=offsets))
     product_RN[int(ends_G[-1]) :].zero_()
     return product_RN
 
@@ -192,16 +192,16 @@ def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtyp
 def _over_rows_in_pieces(
     left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype, tokens: _Tokens
 ) -> Tensor:
-    """Return torch's grouped sum over rows; rows of tokens are gathered piece by piece, or few of them at once."""
+    """Return torch's grouped sum over rows; these are gathered and cast piece by piece, or few of them at once."""
     widths = left_RM.shape[1], right_RN.shape[1]
     gathered = sum(len(rows) * width for rows, width in zip(tokens, widths, strict=True) if rows is not None)
-    if gathered <= GATHERED:
+    if gathered <= GATHERED and left_RM.dtype == right_RN.dtype == dtype:
         left, right = _rows((left_RM, right_RN), tokens, slice(None))
-        return F.grouped_mm(left.to(dtype).t(), right.to(dtype), offs=ends_G)
+        return F.grouped_mm(left.t(), right, offs=ends_G)
     out_GMN = left_RM.new_zeros((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
     for groups, rows, offsets in _pieces_of_groups(ends_G, out_GMN[0].numel()):
         left, right = _rows((left_RM, right_RN), tokens, rows)
-        out_GMN[groups].copy_(F.grouped_mm(left.t(), right, offs=offsets))
+        out_GMN[groups].copy_(F.grouped_mm(left.to(dtype).t(), right.to(dtype), offs=offsets))
     return out_GMN
 
 
@@ -210,20 +210,28 @@ def _pieces_of_groups(ends_G: Tensor, elements: int) -> Iterator[tuple[slice, sl
 
     Pieces without rows are left out.
     """
-    ends, together = [0, *ends_G.tolist()], max(PIECE // elements, 1)
+    ends, together = [0, *ends_G.tolist()], max(CAST // elements, 1)
     for first in range(0, len(ends_G), together):
         last = min(first + together, len(ends_G))
         if ends[first] < ends[last]:
             yield slice(first, last), slice(ends[first], ends[last]), ends_G[first:last] - ends[first]
 
 
-def _product_on_host(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, dtype: torch.dtype) -> Tensor:
+def _product_on_host(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product group by group; where it is one of fp32 copies, these are made piece by piece."""
     loader = _ready_loader(left_RK)
-    native = dtype == torch.bfloat16 and bf16_matmul_is_fast(left_RK.device)
-    out_RN = left_RK.new_empty((len(left_RK), weight_GNK.shape[1]), dtype=dtype if native else torch.float32)
-    (project if native else project_sums)(left_RK, weight_GNK, runs, loader, out_RN)
-    out_RN[runs[-1][2] if runs else 0 :].zero_()
-    return out_RN.to(dtype)
+    out_RN = left_RK.new_empty((len(left_RK), weight_GNK.shape[1]), dtype=dtype)
+    if dtype == torch.bfloat16 and bf16_matmul_is_fast(left_RK.device):
+        project(left_RK, weight_GNK, _host_runs(ends_G), loader, out_RN)
+    else:
+        for groups, rows, offsets in _pieces_of_groups(ends_G, weight_GNK[0].numel()):
+            out = out_RN[rows]
+            sums = out if dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+            project_sums(left_RK[rows], weight_GNK[groups], _host_runs(offsets), loader, sums)
+            if sums is not out:
+                out.copy_(sums)
+    out_RN[int(ends_G[-1]) :].zero_()
+    return out_RN
 
 
 def _over_rows_on_host(
@@ -240,17 +248,15 @@ def _over_rows_on_host(
     if not runs:
         return out_GMN
     native = dtype == torch.bfloat16 and bf16_matmul_is_fast(left_RM.device)
-    if not native:
-        left_RM, right_RN = left_RM.float(), right_RN.float()
     sums_MN = out_GMN.new_empty(out_GMN.shape[1:], dtype=torch.float32) if dtype != torch.float32 else None
     for group, start, end in runs:
         left, right = _rows((left_RM, right_RN), tokens, slice(start, end))
         if native:
             project_over_rows(left, right, out_GMN[group])
-        elif sums_MN is None:
-            matmul_over_rows_into(out_GMN[group], left, right, len(left), accumulate=False)
-        else:
-            matmul_over_rows_into(sums_MN, left, right, len(left), accumulate=False)
+            continue
+        sums = out_GMN[group] if sums_MN is None else sums_MN
+        matmul_over_rows_into(sums, left.float(), right.float(), len(left), accumulate=False)
+        if sums_MN is not None:
             out_GMN[group].copy_(sums_MN)
     return out_GMN
 
