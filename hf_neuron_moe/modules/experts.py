@@ -109,11 +109,22 @@ def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig,
         norm, rows = copy.deepcopy(getattr(module, form.post_norm)).to("meta"), top_k
         weight = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
         beside = saved_beside(lambda y_RH: norm(y_RH) * weight, H, dtype) + torch.float32.itemsize  # of its own weight
+    elif form.call == IDENTITY:  # the mask of a token's pairs, and the sum of their weights
+        beside = top_k + torch.float32.itemsize
+    elif form.call == SORTED:  # the router's choices and their softmax, and the order of the pairs
+        beside = top_k * (2 * torch.int64.itemsize + torch.float32.itemsize)
     alternating = form.biased and form.bias_interleaved and config.weights == "kernel"
     copied = 2 * E * I * H if form.call in (STACKED, SHARED) else 2 * E * I if alternating else 0
     copied *= parameter_of(module, form.down).dtype.itemsize
     shape = SavedBlock(config.precision, H, I, top_k, config.backend, experts=E, gate=form.gate)
-    return replace(shape, block_size=config.block_size, rows=rows, beside=beside, copied=copied)
+    return replace(
+        shape,
+        block_size=config.block_size,
+        rows=rows,
+        beside=beside,
+        copied=copied,
+        reads_input=form.call in (IDENTITY, SORTED),
+    )
 
 
 def compute_experts(

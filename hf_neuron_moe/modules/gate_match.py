@@ -18,6 +18,7 @@ Expression = tuple[Any, ...]
 ("number", value)               a float, or None
 ("dtype",)                      the dtype of a tensor
 ("halves", interleaved)         gate and up of the joint projection; ("half", index, interleaved) is one of them
+("parts", interleaved)          the joint projection with an axis of the two
 ("act", name, alpha, x)         an activation of ``structure.ACTIVATIONS``
 ("sigmoid", x), ("tanh", x), ("exp", x)
 ("clamp", x, low, high)

@@ -29,6 +29,7 @@ from hf_neuron_moe.modules.structure import (
     describe_activation,
     gate_of,
     has_call_hooks,
+    is_inert,
     supported_activations,
 )
 
@@ -54,10 +55,16 @@ _FUNCTIONS: dict[Callable[..., Any], str] = {
     F.tanh: "tanh",
     torch.clamp: "clamp",
     torch.clip: "clamp",
+    torch.clamp_max: "clamp_max",
+    torch.clamp_min: "clamp_min",
     torch.chunk: "chunk",
+    torch.split: "split",
+    torch.unbind: "unbind",
     torch.mul: "mul",
+    F.dropout: "dropout",
 }
-_METHODS = {**{name: name for name in ("sigmoid", "tanh", "exp", "clamp", "chunk", "mul", "to")}}
+_METHODS = {name: name for name in ("sigmoid", "tanh", "exp", "clamp", "clamp_max", "clamp_min", "mul", "to")}
+_METHODS |= {name: name for name in ("chunk", "split", "unflatten", "unbind")}
 _METHODS |= {"clip": "clamp", "float": "itself", "contiguous": "itself"}
 
 
@@ -116,6 +123,13 @@ class _Frame:
     scope: dict[str, Any]
 
     def run(self, body: list[ast.stmt]) -> Expression:
+        result = self.run_block(body)
+        if result is None:
+            raise UnknownForm("its gate returns nothing")
+        return result
+
+    def run_block(self, body: list[ast.stmt]) -> Expression | None:
+        """What the statements return; None where they return nothing."""
         for statement in body:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str())):
@@ -129,11 +143,29 @@ class _Frame:
                     if changed[0] not in _TENSORS - {"input", "half"}:  # halves are views of one tensor
                         raise UnknownForm(f"its gate has the statement `{line_of(statement)}`")
                     self.values = {each: held for each, held in self.values.items() if held != changed} | {name: after}
+                case ast.If(test=test, body=then, orelse=otherwise):
+                    if (result := self.run_block(then if self.decides(test) else otherwise)) is not None:
+                        return result
                 case ast.Return(value=ast.expr() as value):
                     return self.evaluate(value)
                 case _:
                     raise UnknownForm(f"its gate has the statement `{line_of(statement)}`")
-        raise UnknownForm("its gate returns nothing")
+        return None
+
+    def decides(self, test: ast.expr) -> bool:
+        """Whether a condition holds that numbers of the instance decide, or their absence."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return not self.decides(operand)
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
+                value = self.evaluate(left)
+                return (value == ("number", None)) is isinstance(op, ast.Is)
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.own:
+                if attr != "training" and type(flag := self.attribute(attr)) is bool:
+                    self.reader.constants[self.path + attr] = flag
+                    return flag
+                return bool(self.constant(attr)[1])
+        raise UnknownForm(f"its gate depends on `{line_of(test)}`")
 
     def evaluate(self, node: ast.expr) -> Expression:
         match node:
@@ -161,11 +193,25 @@ class _Frame:
                 return _over(self.evaluate(left), self.evaluate(right), node)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 parts = sorted((self.evaluate(left), self.evaluate(right)), key=lambda part: part[0] == "number")
+                for (kind, *factors), other in (parts, parts[::-1]):
+                    if kind == "product" and other in factors:  # f * up + f
+                        return ("product", other, ("plus", factors[factors[0] == other], 1))
                 return _with_number("plus", parts[0], parts[1], node)
+            case ast.IfExp(test=test, body=then, orelse=otherwise):
+                return self.evaluate(then if self.decides(test) else otherwise)
             case ast.Subscript(value=value, slice=ast.Tuple(elts=[ast.Constant(value=types.EllipsisType()), columns])):
                 start = {"::2": 0, "1::2": 1}.get(ast.unparse(columns))
                 if start is not None and self.evaluate(value) == ("input",):
                     return ("half", start, True)
+                match columns:
+                    case ast.Slice(lower=None, upper=ast.expr() as end, step=None):
+                        place, at = 0, self.evaluate(end)
+                    case ast.Slice(lower=ast.expr() as begin, upper=None, step=None):
+                        place, at = 1, self.evaluate(begin)
+                    case _:
+                        raise UnknownForm(f"its gate computes `{line_of(node)}`")
+                if self.is_middle(at) and self.evaluate(value) == ("input",):
+                    return ("half", place, False)
             case ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp() as index):
                 place = self.evaluate(index)[1]
                 if place in (0, 1, -1, -2):
@@ -184,6 +230,10 @@ class _Frame:
         name = _FUNCTIONS.get(called) if callable(called) else None
         if called is None and isinstance(function, ast.Attribute):
             name, arguments = _METHODS.get(function.attr), [function.value, *arguments]
+        if called is F.gelu and len(arguments) == 1:
+            match node.keywords:
+                case [ast.keyword(arg="approximate", value=ast.Constant(value=str() as how))]:
+                    return self.activate(nn.GELU(how), self.evaluate(arguments[0]), node)
         if called is not None and name is None and len(arguments) == 1 and not node.keywords:
             return self.activate(called, self.evaluate(arguments[0]), node)
         keywords = {str(keyword.arg): keyword.value for keyword in node.keywords}
@@ -194,7 +244,13 @@ class _Frame:
 
     def known(self, name: str, arguments: list[ast.expr], keywords: dict[str, ast.expr]) -> Expression | None:
         """What a call of a tensor function computes; None if that is not known."""
+        if name == "dropout":  # whether it is training decides nothing where nothing is dropped
+            share = arguments[1] if len(arguments) > 1 else keywords.get("p")
+            none = share is not None and self.evaluate(share) == ("number", 0)
+            return self.evaluate(arguments[0]) if none else None
         x, *rest = map(self.evaluate, arguments)
+        if name in ("chunk", "split", "unflatten", "unbind"):
+            return self.halves(name, x, rest, keywords)
         if x[0] not in _TENSORS:
             return None
         if name in ("sigmoid", "tanh", "exp", "itself"):
@@ -206,28 +262,62 @@ class _Frame:
             given = dict(zip(("min", "max"), rest)) | {key: self.evaluate(value) for key, value in keywords.items()}
             low, high = (given.get(key, ("number", None)) for key in ("min", "max"))
             return _clamped(x, low[1], high[1]) if low[0] == high[0] == "number" else None
-        if name == "chunk":
-            given = dict(zip(("chunks", "dim"), rest)) | {key: self.evaluate(value) for key, value in keywords.items()}
-            halves = given == {"chunks": ("number", 2), "dim": ("number", -1)} and x == ("input",)
-            return ("halves", False) if halves else None
+        if name in ("clamp_max", "clamp_min") and len(rest) == 1 and rest[0][0] == "number" and not keywords:
+            limits = (None, rest[0][1]) if name == "clamp_max" else (rest[0][1], None)
+            return _clamped(x, *limits)
         if name == "to" and len(arguments) == 2 and not keywords:
             return x if rest[0] == ("dtype",) else None
         return None
 
+    def halves(
+        self, name: str, x: Expression, rest: list[Expression], keywords: dict[str, ast.expr]
+    ) -> Expression | None:
+        """What a call computes that cuts the joint projection, or counts the parts of its columns; None if unknown."""
+        names = {"chunk": ("chunks", "dim"), "split": ("split_size", "dim"), "unflatten": ("dim", "sizes")}
+        places = names.get(name, ("dim",))
+        said = {key.removesuffix("_or_sections"): self.evaluate(value) for key, value in keywords.items()}
+        given = dict(zip(places, rest)) | said
+        last = given.get("dim") == ("number", -1) and given.keys() == set(places) and x == ("input",)
+        if name == "chunk":
+            return ("halves", False) if last and given["chunks"] == ("number", 2) else None
+        if name == "split":
+            return ("halves", False) if last and self.is_middle(given["split_size"]) else None
+        if name == "unflatten":
+            two, others = ("number", 2), ("number", -1)
+            alternate = {("pair", two, others): False, ("pair", others, two): True}.get(given.get("sizes", ()))
+            return None if alternate is None or not last else ("parts", alternate)
+        cut = {("parts", False): -2, ("parts", True): -1}.get(x)
+        return ("halves", x[1]) if cut is not None and given == {"dim": ("number", cut)} else None
+
+    def is_middle(self, number: Expression) -> bool:
+        """Whether a number of columns is half of those of a projection of the module."""
+        kind, size = number if len(number) == 2 else ("", None)
+        params = [param for param in self.reader.root._parameters.values() if param is not None]
+        return kind == "number" and any(axis == 2 * (size or 0) != 0 for param in params for axis in param.shape[-2:])
+
     def constant(self, attr: str) -> Expression:
-        try:
-            value = attribute_of(self.module, attr)
-        except AttributeError:
-            value = None
+        value = self.attribute(attr)
         if value is not None and (type(value) not in (int, float) or value != value):
             shown = "NaN" if type(value) is float else describe_activation(value)
             raise UnknownForm(f"its gate reads {self.path}{attr}, {shown}, not a number")
         self.reader.constants[self.path + attr] = value
         return ("number", value)
 
+    def attribute(self, attr: str) -> Any:
+        """An attribute of the module; None where it has none of this name."""
+        try:
+            return attribute_of(self.module, attr)
+        except AttributeError:
+            return None
+
     def child(self, attr: str, given: list[Expression], node: ast.expr) -> Expression:
         """What ``self.<attr>(...)`` computes."""
         called: Any = getattr(self.module, attr, None)
+        if isinstance(called, nn.Dropout | nn.Identity) and is_inert(called) and len(given) == 1:
+            self.reader.constants[self.path + attr] = type(called)
+            if isinstance(called, nn.Dropout):
+                self.reader.constants[f"{self.path}{attr}.p"] = called.p
+            return given[0]
         if gate_of(called) is None and isinstance(called, nn.Module):
             if "forward" in called.__dict__ or has_call_hooks(called) or called._parameters or called._buffers:
                 raise UnknownForm(f"its {self.path}{attr} has parameters, hooks or a forward of its own")

@@ -48,6 +48,7 @@ class SavedBlock:
     gate: Gate = SWIGLU
     rows: int | None = None  # rows per token that the operator gets, where each pair of token and expert is one
     beside: float = 0.0  # bytes that each of these rows saves next to the operator
+    reads_input: bool = False  # whether what is next to the operator saves the input, too
     copied: int = 0  # bytes of parameters that each call puts in another order and saves so
 
     @property
@@ -97,7 +98,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     else:
         sizes = BlockShape("mlp" if K is None else "experts", shape.hidden, shape.intermediate, shape.experts, K)
         tensors = [*backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size, gate=shape.gate), kept)]
-    if kept.keeps_input_quantized if shape.quantized else kept.keeps_input:
+    if shape.reads_input or (kept.keeps_input_quantized if shape.quantized else kept.keeps_input):
         tensors.append(x)
     routing = (K or 0) * ROUTING_BYTES * tokens
     return sum(tensor.nbytes for tensor in tensors) + routing + round(shape.beside * tokens) + shape.copied

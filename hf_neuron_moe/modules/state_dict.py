@@ -93,8 +93,11 @@ class KernelLayoutMixin(nn.Module):
             stock = {k: v.clone(memory_format=contiguous) if k in changed else v for k, v in stock.items()}
         for rule in self.neuron_rules:
             own.pop(rule.kernel, None)
-        ordered = {name: stock[name] for name in self.neuron_stock_order}
-        destination.update({prefix + name: value for name, value in (ordered | own).items()})
+        whose, of_layers = (
+            {name: stock[name] for name in self.neuron_stock_order if ("." in name) is inside}
+            for inside in (False, True)
+        )
+        destination.update({prefix + name: value for name, value in (whose | own | of_layers).items()})
 
     def _load_from_state_dict(
         self,

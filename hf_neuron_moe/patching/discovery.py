@@ -122,7 +122,7 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
             names.setdefault(id(module), []).append(name)
             found[id(module)] = (kind, module)
     top_ks = _top_ks(model, {key for key, (kind, _) in found.items() if kind == EXPERTS})
-    listed = _listed(model, {key for key, (kind, _) in found.items() if kind == MLP})
+    listed = _listed(model, {key: kind for key, (kind, _) in found.items()})
     judged = {key: _judge(names[key], kind, module) for key, (kind, module) in found.items()}
     whole = (each.module for each in judged.values() if each.kind == EXPERTS and each.reason is None)
     parts = {id(part) for module in whole for child in module.children() for part in child.modules()}
@@ -133,11 +133,23 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
     return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
 
 
-def _listed(model: nn.Module, mlps: set[int]) -> dict[int, int]:
-    """How many MLPs there are in the list that holds an MLP, for lists of nothing else."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1)
-    of_mlps = (each for each in lists if mlps.issuperset(map(id, each)))
-    return {id(mlp): len(each) for each in of_mlps for mlp in each}
+def _listed(model: nn.Module, kinds: dict[int, str]) -> dict[int, int]:
+    """How many MLPs there are in the list or dictionary that holds an MLP; `kinds` are those of the blocks, by id.
+
+    It may also hold experts that pass tokens on, and the places of experts of other processes, but nothing else. A
+    layer that has experts of its own has its dense MLPs in such a list.
+    """
+    counts: dict[int, int] = {}
+    for parent in model.modules():
+        holders = [child for child in parent.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+        if not holders or any(kinds.get(id(module)) == EXPERTS for module in parent.modules()):
+            continue
+        for entries in (list(holder._modules.values()) for holder in holders):
+            mlps = [entry for entry in entries if kinds.get(id(entry)) == MLP]
+            others = [entry for entry in entries if entry is not None and kinds.get(id(entry)) != MLP]
+            if len(entries) > 1 and all(type(other) is nn.Identity for other in others):
+                counts |= dict.fromkeys(map(id, mlps), len(mlps))
+    return counts
 
 
 def _top_ks(model: nn.Module, experts: set[int]) -> dict[int, int]:

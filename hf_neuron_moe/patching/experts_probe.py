@@ -15,7 +15,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.experts import compute_experts
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, ROUTED, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm
-from hf_neuron_moe.patching.probe import OWN_FAILURES, SIZES, TOLERANCE, E, H, I, draw, stand_in
+from hf_neuron_moe.patching.probe import OWN_FAILURES, SIZES, TOLERANCE, E, H, I, deviation, draw, stand_in
 
 _CONFIG = NeuronMoEConfig(precision="fp32", backend="torch", block_size=128)
 _INDEX_TK = ((0, 1), (1, 2), (2, 0), (0, 2), (1, 0), (0, 1), (2, 1), (0, 1))
@@ -59,10 +59,9 @@ def _difference(
         return f"its forward does not run on a small example: {type(error).__name__}: {error}"
     actual = results(compute_experts(shell, inputs, form, _CONFIG, "torch", "minimal"))
     for place, (theirs, mine) in enumerate(zip(expected, actual, strict=True)):
-        deviation = ((theirs - mine).abs().max() / theirs.abs().max()).item()
-        if not deviation <= TOLERANCE:
+        if not (far := deviation(theirs, mine)) <= TOLERANCE:
             what = "its result" if place == 0 else "a gradient"
-            by = f"{deviation:.1%} of the largest value"
+            by = f"{far:.1%} of the largest value"
             return f"on a small example {what} differs from the gate of its source by {by}"
     return None
 

@@ -199,8 +199,8 @@ def _patched_entry(item: PlanItem) -> PatchEntry:
     config, support, listed = item.config, item.support, item.candidate.listed
     notes = (*item.candidate.part, *support.notes)
     note = (
-        f"one of {listed} MLPs of a ModuleList: if these are experts, each is computed as a dense block, "
-        "without the experts kernels and without routing replay"
+        f"one of {listed} MLPs of a list: if these are experts, each is computed as a dense block: {listed} calls in "
+        "place of one, without the experts kernels and without routing replay"
     )
     device = _device(item.candidate)
     return replace(

@@ -187,13 +187,13 @@ def _compare(
             pairs += zip(theirs, _gradients(actual, learned))
     for tensor in learned:
         tensor.requires_grad_(False)
-    deviation = next((far for one, other in pairs if not (far := _deviation(one, other)) <= TOLERANCE), None)
-    if deviation is None:
+    worst = next((far for one, other in pairs if not (far := deviation(one, other)) <= TOLERANCE), None)
+    if worst is None:
         return None
     if gate is None:
-        return f"on a small example its results in training and evaluation mode differ by {deviation:.1%}"
+        return f"on a small example its results in training and evaluation mode differ by {worst:.1%}"
     formula = "silu(gate) * up" if gate == SWIGLU else f"the gate that its source says ({gate.title})"
-    return f"on a small example its result differs from {formula} by {deviation:.1%} of the largest value"
+    return f"on a small example its result differs from {formula} by {worst:.1%} of the largest value"
 
 
 def _gradients(result: Tensor, learned: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -203,7 +203,7 @@ def _gradients(result: Tensor, learned: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, learned)
 
 
-def _deviation(one: Tensor, other: Tensor) -> float:
+def deviation(one: Tensor, other: Tensor) -> float:
     """The largest difference relative to the largest value of both."""
     largest = torch.maximum(one.abs().max(), other.abs().max())
     return ((one - other).abs().max() / largest).item() if largest != 0 else 0.0

@@ -21,6 +21,7 @@ from hf_neuron_moe.errors import (
     ConfigError,
     NeuronMoEError,
     NothingToPatchError,
+    UnsupportedModelError,
     not_one_of,
     public,
 )
@@ -70,9 +71,13 @@ class TrainingEstimate:
     lora_rank: int  # rank of the adapters; 0 trains everything
     patched: int  # blocks that are patched
     policies: tuple[PolicyEstimate, ...]
-    """One entry per policy, then the stock model's, which is alone if no block can be patched."""
+    """One entry per policy, then the stock model's, which is alone if no block can be patched.
+
+    There is none of a stock model whose forward reads values, where shapes say nothing."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why, of the policies that the model's blocks cannot have, such as a budget below what they need."""
+    """Why, of the policies that the model's blocks cannot have, such as a budget below what they need.
+
+    Also of the stock model, if it has no entry."""
     rank: RankEstimate | None = None  # what is particular to a rank; None without a layout
 
     @property
@@ -159,7 +164,12 @@ def estimate_training(
                 policies.append(entry(name))
             finally:
                 unpatch_model(share.home)
-        policies.append(entry(STOCK))
+        try:
+            policies.append(entry(STOCK))
+        except UnsupportedModelError as error:  # stock experts may read values that the patched ones do not
+            if not policies:
+                raise
+            refused[STOCK] = error
         return TrainingEstimate(
             parameters=share.held.numbers[0],
             trainable=share.held.numbers[1],

@@ -32,6 +32,9 @@ class Holder(nn.Module):
         self.undefined = math.nan
         self.tensor = torch.tensor(7.0)
         self.flag = True
+        self.size = 12
+        self.gate_up_proj = nn.Parameter(torch.zeros(1, 24, 8))
+        self.drop, self.drop_half, self.same = nn.Dropout(0.0), nn.Dropout(0.5), nn.Identity()
 
 
 def plain(self: Any, z: Tensor) -> Tensor:
@@ -111,6 +114,46 @@ def walrus(self: Any, z: Tensor) -> Tensor:
     return (halves := z.chunk(2, dim=-1))[1] * F.silu(halves[0])
 
 
+def split_at_the_middle(self: Any, z: Tensor) -> Tensor:
+    gate, up = torch.split(z, self.size, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def sliced(self: Any, z: Tensor) -> Tensor:
+    return F.gelu(z[..., : self.size], approximate="tanh") * z[..., 12:]
+
+
+def in_parts(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.unflatten(-1, (2, -1)).unbind(-2)
+    return self.act_fn(gate) * up
+
+
+def in_alternating_parts(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.unflatten(dim=-1, sizes=(-1, 2)).unbind(dim=-1)
+    return self.act_fn(gate) * up
+
+
+def limited_where_there_is_a_limit(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.split(split_size=self.size, dim=-1)
+    if self.limit is not None:
+        gate = gate.clamp_max(self.limit)
+    if not self.flag:
+        return up
+    up = up if self.none is None else up.clamp_min(self.none)
+    return self.act_fn(gate) * torch.clamp_min(up, -self.limit)
+
+
+def plus_itself(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    glu = self.act_fn(gate)
+    return glu * up + glu
+
+
+def nothing_dropped(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.drop(F.dropout(self.same(self.act_fn(gate)), 0.0, self.training)) * up
+
+
 READ: dict[Callable[..., Tensor], tuple[Gate, bool, dict[str, Any]]] = {
     plain: (Gate(), False, {}),
     up_first_in_the_product: (Gate(), False, {}),
@@ -126,6 +169,17 @@ READ: dict[Callable[..., Tensor], tuple[Gate, bool, dict[str, Any]]] = {
     of_exponentials: (Gate(), False, {}),
     of_scaled_exponentials: (Gate("swish", 1.702), False, {"alpha": 1.702}),
     walrus: (Gate(), False, {}),
+    split_at_the_middle: (Gate(), False, {"size": 12}),
+    sliced: (Gate("gelu_tanh"), False, {"size": 12}),
+    in_parts: (Gate(), False, {}),
+    in_alternating_parts: (Gate(), True, {}),
+    limited_where_there_is_a_limit: (
+        Gate(gate_max=7.0, up_min=-7.0),
+        False,
+        {"size": 12, "limit": 7, "flag": True, "none": None},
+    ),
+    plus_itself: (Gate(up_offset=1.0), False, {}),
+    nothing_dropped: (Gate(), False, {"drop": nn.Dropout, "drop.p": 0.0, "same": nn.Identity}),
 }
 
 
@@ -134,7 +188,7 @@ def test_what_a_method_computes_is_read(method: Callable[..., Tensor]) -> None:
     gate, interleaved, constants = READ[method]
     found = read_gate(Holder(), method)
     assert (found.gate, found.interleaved, dict(found.constants)) == (gate, interleaved, constants)
-    functions = (up_first_in_the_product, spelled_out, alternating, softcapped, walrus)
+    functions = (up_first_in_the_product, spelled_out, alternating, softcapped, walrus, sliced)
     called = method not in (*functions, of_exponentials, of_scaled_exponentials)
     assert found.activation == ("act_fn" if called else None)
 
@@ -246,7 +300,56 @@ def branches(self: Any, z: Tensor) -> Tensor:
     return self.act_fn(gate) * up
 
 
+def depends_on_training(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * (up if self.training else up.clamp(max=self.limit))
+
+
+def depends_on_a_value(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    if gate.sum() > 0:
+        gate = gate.clamp(max=self.limit)
+    return self.act_fn(gate) * up
+
+
+def drops(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return F.dropout(self.act_fn(gate), training=self.training) * up
+
+
+def drops_in_a_module(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.drop_half(self.act_fn(gate)) * up
+
+
+def split_elsewhere(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.split(self.limit, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def sliced_elsewhere(self: Any, z: Tensor) -> Tensor:
+    return self.act_fn(z[..., : self.size]) * z[..., 11:]
+
+
+def unbound_along_another_axis(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.unflatten(-1, (2, -1)).unbind(-1)
+    return self.act_fn(gate) * up
+
+
+def plus_another(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return self.act_fn(gate) * up + gate
+
+
 REFUSED = {
+    depends_on_training: "reads training, bool, not a number",
+    depends_on_a_value: r"depends on `gate\.sum\(\) > 0`",
+    drops: r"computes `F\.dropout",
+    drops_in_a_module: "its activation is Dropout",
+    split_elsewhere: r"z\.split\(self\.limit, dim=-1\)",
+    sliced_elsewhere: r"computes `z\[\.\.\., 11:\]`",
+    unbound_along_another_axis: r"unbind\(-1\)",
+    plus_another: r"computes `self\.act_fn\(gate\) \* up \+ gate`",
     second_half: "the gate in the second",
     doubled: "its gate is not act",
     other_sigmoid: "its gate is not act",
@@ -266,7 +369,7 @@ REFUSED = {
     reads_a_flag: "reads flag, bool, not a number",
     reads_nan: "reads undefined, NaN, not a number",
     crossed_limits: "its gate defines no function: up_min",
-    branches: "the statement `if self.flag",
+    branches: "its gate is not act",
 }
 
 

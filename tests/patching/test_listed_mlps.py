@@ -41,7 +41,7 @@ def test_experts_in_a_list_are_named_as_computed_one_by_one() -> None:
     stock = copy.deepcopy(model)
     report = patch_model(model, {"precision": "fp32"})
     noted = {entry.name: entry.notes for entry in report.patched}
-    note = "one of 3 MLPs of a ModuleList: if these are experts, each is computed as a dense block"
+    note = "one of 3 MLPs of a list: if these are experts, each is computed as a dense block: 3 calls in place of one"
     for layer in (0, 1):
         for expert in range(3):
             (found,) = noted[f"layers.{layer}.experts.{expert}"]
@@ -63,3 +63,23 @@ def test_a_list_of_layers_or_of_one_mlp_is_none_of_experts() -> None:
     model.extra = nn.ModuleList([LlamaMLP(model.config)])
     model.mixed = nn.ModuleList([LlamaMLP(model.config), nn.Linear(4, 4)])
     assert all(entry.notes == () for entry in patch_model(model).patched)
+
+
+def test_experts_of_other_processes_and_experts_that_pass_on_are_no_mlps() -> None:
+    """Remote code keeps an expert's place: None for another process's, an Identity for one that computes nothing."""
+    model = remote_model()
+    model["layers"][0].experts.append(nn.Identity())
+    model["layers"][1].experts = nn.ModuleDict({"0": LlamaMLP(tiny_config("llama"))})
+    model["layers"][1].experts.register_module("1", None)
+    entries = {entry.name: entry for entry in patch_model(model, {"precision": "fp32"}).patched}
+    for name, count in (("layers.0.experts.2", 3), ("layers.1.experts.0", 1)):
+        assert entries[name].one_by_one == name.rpartition(".")[0]
+        assert entries[name].notes[0].startswith(f"one of {count} MLPs of a list")
+
+
+def test_dense_mlps_next_to_experts_are_none() -> None:
+    """A layer of LongCat-Flash has two dense MLPs in a list, and experts."""
+    report = patch_model(tiny_model("longcat_flash"), {"precision": "fp32"})
+    assert {entry.kind for entry in report.patched} == {"mlp", "experts"}
+    assert all(entry.one_by_one == "" and not entry.notes for entry in report.patched)
+    assert "one by one" not in str(report)

@@ -103,6 +103,15 @@ def test_experts_that_only_look_right_are_refused(change: Callable[[Tensor, Tens
     assert deviation(message) >= 0.1
 
 
+def test_a_parameter_that_no_forward_reads_is_left_alone() -> None:
+    """Its gradient is zero in both, and 0 / 0 is no deviation."""
+    model = experts_with(lambda out, index, weights: out)
+    model.model.layers[1].mlp.experts.unused = nn.Parameter(torch.ones(1))
+    names = [*model.state_dict()]
+    assert {entry.name for entry in patch_model(model).patched} >= {"model.layers.1.mlp.experts"}
+    assert [*model.state_dict()] == names
+
+
 def test_experts_that_return_another_shape_or_fail_are_refused() -> None:
     message = disagreement(experts_with(lambda out, index, weights: out[:, :-1]))
     assert "on a small example its result has shape (8, 7), not (8, 8)" in message

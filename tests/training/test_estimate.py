@@ -238,6 +238,16 @@ def test_budgets_and_untouched_models() -> None:
     assert all(param.is_meta for param in model.parameters())
 
 
+@pytest.mark.parametrize("family", ["dbrx", "longcat_flash"])
+def test_stock_experts_that_read_values_leave_the_policies(family: str) -> None:
+    """Shapes say nothing of their forward; the patched ones need no more."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    found = estimate_training(model, {"minimal": NeuronMoEConfig(activations="minimal")}, batch=2, length=16)
+    assert [policy.name for policy in found.policies] == ["minimal"] and found.policies[0].total > 0
+    assert set(found.refused) == {"stock"} and "asks for a tensor's values" in found.refused["stock"]
+
+
 def test_refusals() -> None:
     configs = {"minimal": NeuronMoEConfig()}
     with refused(ConfigError, "model", got="a model whose"):

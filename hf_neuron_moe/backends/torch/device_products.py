@@ -172,7 +172,8 @@ def _in_one_call(left: Tensor, right: Tensor, groups: int, dtype: torch.dtype, t
         return False
     largest = right[0].numel() if right.dim() == 3 else left.shape[1] * right.shape[1]
     fast = bf16_matmul_is_fast(left.device) if dtype == torch.bfloat16 else largest <= SMALL_EXPERT
-    return fast and all(_is_straight(operand) for operand in (left, right))
+    gathered = (part for part, token_R in zip((left, right), tokens, strict=True) if token_R is not None)
+    return fast and all(map(_is_straight, (left, right))) and all(part.shape[1] % _ALIGNED == 0 for part in gathered)
 
 
 def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
