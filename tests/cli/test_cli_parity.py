@@ -284,7 +284,7 @@ def _until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 def test_a_stopped_comparison_keeps_what_ended_and_continues(
     mixtral: Path, text: Path, tmp_path: Path, parity: Run
 ) -> None:
-    options = [*map(str, SIZES), "--steps", "40", "--seeds", "2", "--recipe", "bf16"]
+    options = [*map(str, SIZES), "--steps", "24", "--seeds", "2", "--recipe", "bf16"]
     long = tmp_path / "long.txt"
     long.write_text(text.read_text() * 3, encoding="utf-8")
     command = [sys.executable, "-m", "hf_neuron_moe.cli.main", "parity", str(mixtral), str(long), *options]

@@ -216,6 +216,7 @@ def share_of(family: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.thinned(3, 3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,10 +1,10 @@
 """Kills one of two processes that train a sharded model, resumes both, and compares with the run that nobody killed.
 
-    python -m tests.training.sharded_kill_driver FOLDER
+    python -m tests.training.sharded_kill_driver FOLDER [RANK]
 
 Moments are those of tests/training/kill_driver.py, counted in each process: ends of steps, and calls that change the
 disk while the second checkpoint is saved and the first one removed. Each kind of them is taken once. The process that
-is left is ended soon, as torchrun would end it. Prints one JSON object per kill.
+is left is ended soon, as torchrun would end it. Without RANK both are killed in turn. Prints one JSON object per kill.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ def strike(home: Path, struck: int, at: int, expected: list[dict[str, Any]]) -> 
     return ""
 
 
-def main(home: Path) -> None:
-    """Run the reference and all kills."""
+def main(home: Path, ranks: list[int]) -> None:
+    """Run the reference and all kills of these processes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", NeuronMoEWarning)
     tiny_model("mixtral", **SIZES).save_pretrained(home / "model")
     if any(in_processes(2, home, train, "reference", 0, 0)):
         raise SystemExit("the uninterrupted run failed")
     expected = results(home / "reference")
-    for struck in (0, 1):
+    for struck in ranks:
         moments = expected[struck]["moments"]
         for at in kinds(moments):
             problem = strike(home, struck, at, expected)
@@ -104,4 +104,4 @@ def main(home: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [*map(int, sys.argv[2:])] or [0, 1])

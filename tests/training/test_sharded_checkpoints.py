@@ -148,12 +148,13 @@ def test_resumed_with_dropout_or_adapters_and_what_is_an_error_of_all(repo_root:
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_saving_loses_nothing(repo_root: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.training.sharded_kill_driver", str(tmp_path)]
-    output = run(command, repo_root, seconds=450)  # forty short runs
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("rank", "least"), [(0, 10), (1, 5)])
+def test_a_process_killed_while_saving_loses_nothing(rank: int, least: int, repo_root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.training.sharded_kill_driver", str(tmp_path), str(rank)]
+    output = run(command, repo_root, seconds=450)  # up to thirty short runs
     outcomes = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank":')]
     assert [outcome for outcome in outcomes if outcome["problem"]] == [], output[-6000:]
-    for rank, least in ((0, 10), (1, 5)):
-        struck = [outcome["moment"] for outcome in outcomes if outcome["rank"] == rank]
-        assert len(struck) >= least
-        assert any(".distcp" in moment for moment in struck) and any("shard-" in moment for moment in struck)
+    struck = [outcome["moment"] for outcome in outcomes if outcome["rank"] == rank]
+    assert len(struck) == len(outcomes) >= least
+    assert any(".distcp" in moment for moment in struck) and any("shard-" in moment for moment in struck)
