@@ -19,6 +19,7 @@ shared         hidden ``[..., H]``, weights ``[..., E]``    the weighted sum of 
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 from collections.abc import Callable
 from functools import cache
@@ -38,14 +39,14 @@ ROUTED, IDENTITY, STACKED, BY_EXPERT, SORTED = "routed", "identity", "stacked", 
 SHARED = "shared"
 
 _FORWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "02d841dd901211cb": (ROUTED, ()),
-    "6709c61ff62bca2e": (ROUTED, ()),  # transformers 5.17
-    "3d30412f6170a5e0": (IDENTITY, ()),
-    "dda2e848f0eb8b57": (BY_EXPERT, ()),
-    "7ae5981f12aa857a": (SHARED, ()),
-    "b1c0d681c50eeffd": (STACKED, ("mlp",)),
-    "2f11e29b4ce47d13": (STACKED, ("mlp",)),  # transformers 5.17
-    "9247aa2f8c800251": (SORTED, ("input_linear", "output_linear", "router")),
+    "758db129cd34d3c5": (ROUTED, ()),
+    "7f72d321a0f23ac9": (ROUTED, ()),  # transformers 5.17
+    "8f1587b9eb9d85eb": (IDENTITY, ()),
+    "6e2c4728e7bebd6a": (BY_EXPERT, ()),
+    "43ffdea46f2e5425": (SHARED, ()),
+    "33b87ff202f9a828": (STACKED, ("mlp",)),
+    "ce22198815758f68": (STACKED, ("mlp",)),  # transformers 5.17
+    "8b5434e9ac0bcfa8": (SORTED, ("input_linear", "output_linear", "router")),
 }
 """By the digest of the forwards of a module and of some of its children: the call, and which children these are."""
 
@@ -65,7 +66,10 @@ def known_call(module: nn.Module) -> str | None:
 
 @cache
 def digest_of(functions: tuple[Callable[..., Any], ...]) -> str:
-    """Return a digest of the functions' statements, without docstrings, comments and annotations; "" if unreadable."""
+    """Return a digest of the functions' statements; "" if one cannot be read.
+
+    Docstrings, comments, annotations and the names of local variables are not in it.
+    """
     texts = []
     for function in functions:
         try:
@@ -76,9 +80,21 @@ def digest_of(functions: tuple[Callable[..., Any], ...]) -> str:
         first = body[0]
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
             body = body[1:]
-        names = ", ".join(argument.arg for argument in definition.args.args)
-        texts.append("\n".join([names, *map(ast.unparse, body)]))
+        names = [argument.arg for argument in definition.args.args]
+        texts.append("\n".join([", ".join(names), *map(ast.unparse, _without_local_names(body, names))]))
     return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _without_local_names(body: list[ast.stmt], given: list[str]) -> list[ast.stmt]:
+    """Return the statements with their local variables numbered; those that are `given` to the function are not."""
+    body = copy.deepcopy(body)
+    names = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    stored = [node.id for node in names if isinstance(node.ctx, ast.Store)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(stored)) if name not in given}
+    for node in names:
+        if node.id in numbers:
+            node.id = f"local_{numbers[node.id]}"
+    return body
 
 
 def routed(

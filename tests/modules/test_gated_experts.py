@@ -36,7 +36,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
 from transformers.models.inkling.configuration_inkling import InklingTextConfig
 from transformers.models.inkling.modeling_inkling import InklingSharedExperts
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE
-from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
@@ -218,6 +218,36 @@ def test_forwards_of_transformers_5_17_are_known(
         each.__class__ = vars(older).get(type(each).__name__, type(each))
     assert type(module) is not cls and expected is not None
     assert known_call(module) == expected
+
+
+class RenamedExperts(Llama4TextExperts):
+    """The forward with other names of its variables, as a model file outside of transformers may have it."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
+        both = torch.bmm(hidden_states, self.gate_up_proj)
+        first, second = both.chunk(2, dim=-1)
+        y = torch.bmm((second * self.act_fn(first)), self.down_proj)
+        y = y.view(-1, self.hidden_size)
+        return y
+
+
+class SwappedExperts(Llama4TextExperts):
+    """The same with the activation on the other half."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
+        both = torch.bmm(hidden_states, self.gate_up_proj)
+        first, second = both.chunk(2, dim=-1)
+        y = torch.bmm((first * self.act_fn(second)), self.down_proj)
+        y = y.view(-1, self.hidden_size)
+        return y
+
+
+def test_names_of_variables_decide_nothing() -> None:
+    config = Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)
+    assert known_call(RenamedExperts(config)) == known_call(Llama4TextExperts(config)) is not None
+    assert known_call(SwappedExperts(config)) is None
 
 
 def shared() -> nn.Module:
