@@ -178,7 +178,8 @@ def counted(
 def peak_bytes(step: Callable[[], None]) -> int:
     """Return the most bytes that `step` holds, also within an operation and in buffers that are kept for later calls.
 
-    Seen are torch's allocations, and not what the matmul libraries allocate.
+    Seen are torch's allocations, and not what the matmul libraries allocate. What an earlier call left for this one to
+    free, such as gradients, counts as less: take a new step.
     """
     with ThreadPoolExecutor(1) as fresh:  # a thread without buffers of earlier calls
         return fresh.submit(_peak_bytes, step).result()

@@ -31,6 +31,12 @@ HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hook
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
 
 
+def _state(activation: object) -> dict[str, Any]:
+    """What an activation's module holds that may change what it computes."""
+    held = activation.__dict__ if isinstance(activation, nn.Module) else {}
+    return {name: value for name, value in held.items() if name[0] != "_" and name != "training"}
+
+
 class NeuronBlock(nn.Module):
     """Stands in for `original`, which is read and not changed; `name` is its name in the model.
 
@@ -109,11 +115,18 @@ class NeuronBlock(nn.Module):
 
     def _remember_activation(self, name: str | None, gate: Gate | None = None) -> None:
         """Note the activation and the gate; not through setattr, which would register a second child."""
-        activation = self.__dict__["neuron_activation"] = None if name is None else self._attribute(name)
+        activation = None if name is None else self._attribute(name)
+        self.__dict__["neuron_activation"] = activation, _state(activation)
         self.neuron_gate = gate or gate_of(activation) or SWIGLU
 
-    def _attribute(self, name: str) -> Any:
-        return self._modules.get(name, self.__dict__.get(name))
+    def _attribute(self, path: str) -> Any:
+        *owners, name = path.split(".")
+        holder: nn.Module | None = self
+        for owner in owners:
+            holder = None if holder is None else holder._modules.get(owner)
+        if holder is None:  # blocks of MX weights keep no children: nothing of them can change
+            return self.__dict__.get("neuron_activation", (None,))[0]
+        return holder._modules.get(name, holder.__dict__.get(name))
 
     def _check_activation(self, name: str | None) -> None:
         """Raise for another activation than at patching; warn once of hooks on it, which the operator does not call."""
@@ -121,7 +134,8 @@ class NeuronBlock(nn.Module):
             return
         now = self._attribute(name)
         # The object seen at patching, as it was, is known at a glance that costs no import.
-        known = now is self.__dict__["neuron_activation"] and "forward" not in getattr(now, "__dict__", ())
+        seen, state = self.__dict__["neuron_activation"]
+        known = now is seen and _state(now) == state
         reason = None if known else unsupported_activation(now, self.neuron_gate.act)
         if reason is not None:
             expected = f"{ACTIVATIONS[self.neuron_gate.act].title}, as when the block was patched"

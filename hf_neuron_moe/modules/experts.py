@@ -27,7 +27,7 @@ from hf_neuron_moe.modules.expert_parallel import register_expert_parallel
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
 from hf_neuron_moe.modules.gate_match import UnknownForm
-from hf_neuron_moe.modules.ops_checks import check_hidden_states
+from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_beside
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
 from hf_neuron_moe.precision_map import PrecisionMap
@@ -100,12 +100,11 @@ class SelfRoutedExperts(ExpertsBlock):
 def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig, top_k: int) -> SavedBlock:
     """Return what the saved bytes of experts depend on; `top_k` is 0 where it is not known."""
     E, H, I = form.local_sizes(module)  # noqa: E741
-    rows, beside = None, 0.0
+    rows, beside, dtype = None, 0.0, parameter_of(module, form.down).dtype
     if form.call == BY_EXPERT:
         # With fixed rows every token is a row of every expert; otherwise the chosen rows are looked up.
         rows, beside = (E, 0.0) if get_backend(config.backend).fixed_rows else (top_k, torch.int64.itemsize)
     elif form.post_norm is not None:
-        dtype = parameter_of(module, form.down).dtype
         norm, rows = copy.deepcopy(getattr(module, form.post_norm)).to("meta"), top_k
         weight = torch.empty((), dtype=dtype, device="meta", requires_grad=True)
         beside = saved_beside(lambda y_RH: norm(y_RH) * weight, H, dtype) + torch.float32.itemsize  # of its own weight
@@ -113,9 +112,14 @@ def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig,
         beside = top_k + torch.float32.itemsize
     elif form.call == SORTED:  # the router's choices and their softmax, and the order of the pairs
         beside = top_k * (2 * torch.int64.itemsize + torch.float32.itemsize)
+    reads_input = form.call == IDENTITY or (
+        form.call == SORTED and parameter_of(module, "router.layer.weight").requires_grad
+    )
+    if reads_input and dtype != COMPUTE_DTYPE[config.precision]:  # the operator has a cast copy of its own
+        reads_input, beside = False, beside + H * dtype.itemsize
     alternating = form.biased and form.bias_interleaved and config.weights == "kernel"
     copied = 2 * E * I * H if form.call in (STACKED, SHARED) else 2 * E * I if alternating else 0
-    copied *= parameter_of(module, form.down).dtype.itemsize
+    copied *= dtype.itemsize
     shape = SavedBlock(config.precision, H, I, top_k, config.backend, experts=E, gate=form.gate)
     return replace(
         shape,
@@ -123,7 +127,7 @@ def experts_shape(module: nn.Module, form: ExpertsForm, config: NeuronMoEConfig,
         rows=rows,
         beside=beside,
         copied=copied,
-        reads_input=form.call in (IDENTITY, SORTED),
+        reads_input=reads_input,
     )
 
 

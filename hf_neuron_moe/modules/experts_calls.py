@@ -39,16 +39,18 @@ ROUTED, IDENTITY, STACKED, BY_EXPERT, SORTED = "routed", "identity", "stacked", 
 SHARED = "shared"
 
 _FORWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "758db129cd34d3c5": (ROUTED, ()),
-    "7f72d321a0f23ac9": (ROUTED, ()),  # transformers 5.17
-    "8f1587b9eb9d85eb": (IDENTITY, ()),
-    "6e2c4728e7bebd6a": (BY_EXPERT, ()),
-    "43ffdea46f2e5425": (SHARED, ()),
-    "33b87ff202f9a828": (STACKED, ("mlp",)),
-    "ce22198815758f68": (STACKED, ("mlp",)),  # transformers 5.17
-    "8b5434e9ac0bcfa8": (SORTED, ("input_linear", "output_linear", "router")),
+    "b452c3326191d0ed": (ROUTED, ()),
+    "0c68c6f71d775601": (ROUTED, ()),  # transformers 5.17
+    "5f3b7ba31e9bf95d": (IDENTITY, ()),
+    "7c18307818b5f38d": (BY_EXPERT, ()),
+    "c55fb7bd8af6f846": (SHARED, ()),
+    "15d214e03e0758a9": (STACKED, ("mlp",)),
+    "40f80bd138603714": (STACKED, ("mlp",)),  # transformers 5.17
+    "79c31e1270e746b9": (SORTED, ("input_linear", "output_linear", "router")),
 }
 """By the digest of the forwards of a module and of some of its children: the call, and which children these are."""
+
+_SCOPES = (ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.comprehension, ast.Global, ast.Nonlocal)
 
 _CHILDREN: tuple[tuple[str, ...], ...] = ((), ("mlp",), ("input_linear", "output_linear", "router"))
 """Children whose forwards belong to a call, for :func:`known_call` to look for."""
@@ -66,7 +68,7 @@ def known_call(module: nn.Module) -> str | None:
 
 @cache
 def digest_of(functions: tuple[Callable[..., Any], ...]) -> str:
-    """Return a digest of the functions' statements; "" if one cannot be read.
+    """Return a digest of the functions' statements; "" if one cannot be read, or has defaults or scopes of its own.
 
     Docstrings, comments, annotations and the names of local variables are not in it.
     """
@@ -75,6 +77,9 @@ def digest_of(functions: tuple[Callable[..., Any], ...]) -> str:
         try:
             definition = parsed(function)
         except UnknownForm:
+            return ""
+        inner = (node for statement in definition.body for node in ast.walk(statement))
+        if definition.args.defaults or definition.args.kwonlyargs or any(isinstance(node, _SCOPES) for node in inner):
             return ""
         body = definition.body
         first = body[0]
@@ -93,7 +98,7 @@ def _without_local_names(body: list[ast.stmt], given: list[str]) -> list[ast.stm
     numbers = {name: number for number, name in enumerate(dict.fromkeys(stored)) if name not in given}
     for node in names:
         if node.id in numbers:
-            node.id = f"local_{numbers[node.id]}"
+            node.id = f"<{numbers[node.id]}>"  # which no variable is called
     return body
 
 

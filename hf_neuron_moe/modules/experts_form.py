@@ -149,9 +149,12 @@ def parameter_of(module: nn.Module, name: str) -> Tensor:
     return found
 
 
+_FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}  # of transformers' decorator
+
+
 def is_decorated_experts(module: nn.Module) -> bool:
     """Return whether `module` has the flags that ``use_experts_implementation`` sets since transformers 5.17."""
-    return module.__dict__.keys() >= {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+    return module.__dict__.keys() >= _FLAGS
 
 
 @cache
@@ -234,16 +237,18 @@ def _read_undecorated(module: Any) -> ExpertsForm:
 
 
 def _replaced_children(module: nn.Module, form: ExpertsForm) -> list[nn.Module]:
-    """Children whose forward the operator stands in for."""
+    """Children whose forward the operator stands in for; blocks of MX weights keep none."""
     names = {name.rpartition(".")[0] for name in form.parameters} - {""}
-    return [module.get_submodule(name) for name in names]
+    return [module.get_submodule(name) for name in names if name.partition(".")[0] in module._modules]
 
 
 def _gate_source(module: nn.Module) -> GateSource:
     if "_apply_gate" in module.__dict__:
         raise UnknownForm("its _apply_gate is overridden on the instance")
     kind: Any = type(module)
-    return read_gate(module, kind._apply_gate)
+    source = read_gate(module, kind._apply_gate)
+    # A block has flags of its own where it has weights of its own: those of the class decided what was read.
+    return source._replace(constants=tuple(each for each in source.constants if each[0] not in _FLAGS))
 
 
 def _gate_of_child(module: nn.Module, path: str, *, gated: bool = True) -> GateSource:
@@ -301,6 +306,8 @@ def _found(module: nn.Module, name: str) -> Tensor | None:
 
 def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
     """Raise, for the block `name`, where an attribute that the gate depends on has changed."""
+    fix = "The operator has what was read at patching: unpatch the model before changing it."
+    children = [(type(child).__name__, child) for child in _replaced_children(module, form)]
     for path, value in form.constants:
         owner, _, attr = path.rpartition(".")
         holder = module.get_submodule(owner) if owner else module
@@ -308,8 +315,15 @@ def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
             now = attribute_of(holder, attr)
         except AttributeError:
             now = None
-        now = type(now) if isinstance(now, nn.Module) else now
-        if now != value:
-            fix = "The operator has the value read at patching: unpatch the model before changing it."
+        if isinstance(now, nn.Module):
+            children.append((path, now))
+            now = type(now)
+        if isinstance(now, Tensor) or now != value:
             error = UnsupportedModelError.about(path, f"{value!r}, as when the block was patched", repr(now), fix)
             raise error.named(name)
+    for path, child in children:
+        if has_call_hooks(child) or "forward" in child.__dict__:
+            expected = "without hooks or a forward of its own, as when the block was patched"
+            raise UnsupportedModelError.about(path, expected, "one that has them", fix).named(name)
+    if "_apply_gate" in module.__dict__:
+        raise UnsupportedModelError.about("_apply_gate", "that of the class", "one of the instance", fix).named(name)

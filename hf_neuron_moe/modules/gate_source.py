@@ -83,6 +83,12 @@ def read_gate(module: nn.Module, method: Callable[..., Any]) -> GateSource:
 @cache
 def parsed(function: Callable[..., Any]) -> ast.FunctionDef:
     """Return the syntax tree of a plain function; raise :class:`UnknownForm`."""
+    free = set(getattr(getattr(function, "__code__", None), "co_freevars", ())) - {"__class__"}
+    if hasattr(function, "__wrapped__") or free:  # what it calls is elsewhere than its source and its module say
+        what = (
+            "wraps another function" if not free else f"has variables of an outer function: {', '.join(sorted(free))}"
+        )
+        raise UnknownForm(f"{getattr(function, '__qualname__', 'a method')} {what}")
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError) as error:
@@ -107,7 +113,8 @@ class _Reader:
         own, *names = (argument.arg for argument in definition.args.args)
         if len(names) != len(given) or definition.args.vararg or definition.args.kwonlyargs or definition.args.kwarg:
             raise UnknownForm(f"{function.__qualname__} takes ({ast.unparse(definition.args)})")
-        frame = _Frame(self, module, path, own, dict(zip(names, given)), function.__globals__)
+        arguments = dict(zip(names, given))
+        frame = _Frame(self, module, path, own, arguments, function.__globals__, tuple(given))
         return frame.run(definition.body)
 
 
@@ -121,6 +128,7 @@ class _Frame:
     own: str  # the name of self
     values: dict[str, Expression]
     scope: dict[str, Any]
+    given: tuple[Expression, ...]  # the arguments, which the caller has too
 
     def run(self, body: list[ast.stmt]) -> Expression:
         result = self.run_block(body)
@@ -140,9 +148,11 @@ class _Frame:
                     self.values[first], self.values[second] = _two(self.evaluate(value), value)
                 case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
                     changed, after = self.evaluate(target), self.evaluate(ast.BinOp(target, op, value))
-                    if changed[0] not in _TENSORS - {"input", "half"}:  # halves are views of one tensor
+                    # Halves are views of one tensor, and the caller goes on with its arguments.
+                    if changed[0] not in _TENSORS - {"input", "half"} or changed in self.given:
                         raise UnknownForm(f"its gate has the statement `{line_of(statement)}`")
-                    self.values = {each: held for each, held in self.values.items() if held != changed} | {name: after}
+                    kept = {each: held for each, held in self.values.items() if not _holds(held, changed)}
+                    self.values = kept | {name: after}
                 case ast.If(test=test, body=then, orelse=otherwise):
                     if (result := self.run_block(then if self.decides(test) else otherwise)) is not None:
                         return result
@@ -245,9 +255,11 @@ class _Frame:
     def known(self, name: str, arguments: list[ast.expr], keywords: dict[str, ast.expr]) -> Expression | None:
         """What a call of a tensor function computes; None if that is not known."""
         if name == "dropout":  # whether it is training decides nothing where nothing is dropped
-            share = arguments[1] if len(arguments) > 1 else keywords.get("p")
+            share = arguments[1] if len(arguments) > 1 else keywords.get("p") if arguments else None
             none = share is not None and self.evaluate(share) == ("number", 0)
             return self.evaluate(arguments[0]) if none else None
+        if not arguments:
+            return None  # a tensor that is given by name
         x, *rest = map(self.evaluate, arguments)
         if name in ("chunk", "split", "unflatten", "unbind"):
             return self.halves(name, x, rest, keywords)
@@ -319,7 +331,8 @@ class _Frame:
                 self.reader.constants[f"{self.path}{attr}.p"] = called.p
             return given[0]
         if gate_of(called) is None and isinstance(called, nn.Module):
-            if "forward" in called.__dict__ or has_call_hooks(called) or called._parameters or called._buffers:
+            own_call = "forward" in called.__dict__ or type(called).__call__ is not nn.Module.__call__
+            if own_call or has_call_hooks(called) or called._parameters or called._buffers:
                 raise UnknownForm(f"its {self.path}{attr} has parameters, hooks or a forward of its own")
             self.reader.constants[self.path + attr] = type(called)
             forward = type(called).forward
@@ -364,6 +377,11 @@ def line_of(node: ast.AST) -> str:
     """Return the source of `node` in one line of at most 100 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _holds(value: Expression, tensor: Expression) -> bool:
+    """Whether a value is a tensor, or a tuple with it."""
+    return value == tensor or (value[0] == "pair" and any(_holds(part, tensor) for part in value[1:]))
 
 
 def _two(value: Expression, node: ast.expr) -> tuple[Expression, Expression]:

@@ -53,6 +53,7 @@ _DENSE_NAMES = (
 """Child or parameter names that make a module a candidate."""
 _DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
 _EXPERTS_SUFFIX = "Experts"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "top_k_experts", "num_selected_experts")
 """Attributes by which routers, their blocks and configurations state the number of experts per token."""
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,16 +140,19 @@ def _listed(model: nn.Module, kinds: dict[int, str]) -> dict[int, int]:
     It may also hold experts that pass tokens on, and the places of experts of other processes, but nothing else. A
     layer that has experts of its own has its dense MLPs in such a list.
     """
+
+    def has_experts(parent: nn.Module) -> bool:
+        inside = [child for child in parent.children() if not isinstance(child, _CONTAINERS)]
+        return any(kinds.get(id(child)) == EXPERTS or has_experts(child) for child in inside)
+
+    of_layers = {id(child) for parent in model.modules() if has_experts(parent) for child in parent.children()}
     counts: dict[int, int] = {}
-    for parent in model.modules():
-        holders = [child for child in parent.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-        if not holders or any(kinds.get(id(module)) == EXPERTS for module in parent.modules()):
-            continue
-        for entries in (list(holder._modules.values()) for holder in holders):
-            mlps = [entry for entry in entries if kinds.get(id(entry)) == MLP]
-            others = [entry for entry in entries if entry is not None and kinds.get(id(entry)) != MLP]
-            if len(entries) > 1 and all(type(other) is nn.Identity for other in others):
-                counts |= dict.fromkeys(map(id, mlps), len(mlps))
+    for holder in (each for each in model.modules() if isinstance(each, _CONTAINERS) and id(each) not in of_layers):
+        entries = list(holder._modules.values())
+        mlps = [entry for entry in entries if kinds.get(id(entry)) == MLP]
+        others = [entry for entry in entries if entry is not None and kinds.get(id(entry)) != MLP]
+        if len(entries) > 1 and all(type(other) is nn.Identity for other in others):
+            counts |= dict.fromkeys(map(id, mlps), len(mlps))
     return counts
 
 
@@ -172,7 +176,7 @@ def _stated_top_k(holder: object) -> int | None:
 
 
 def _kind(module: nn.Module) -> str | None:
-    if block_of(module) is not None or isinstance(module, ReplacedLayers | nn.ModuleList | nn.ModuleDict):
+    if block_of(module) is not None or isinstance(module, (ReplacedLayers, *_CONTAINERS)):
         return None
     class_name, named = stock_class(module).__name__, _has_dense_names(module)
     stacked = any(param.dim() == 3 for param in module._parameters.values() if param is not None)

@@ -261,10 +261,10 @@ def test_pieces_of_groups_have_the_bits_of_one_call(
     assert all(map(torch.equal, problem.run("torch-grouped", precision), whole))
 
 
-@pytest.mark.parametrize("hidden", [5, 6, 12])
-def test_rows_of_any_width_are_gathered(hidden: int) -> None:
+@pytest.mark.parametrize(("hidden", "inner"), [(5, 12), (6, 12), (12, 12), (8, 1), (1, 8)])
+def test_rows_of_any_width_are_gathered(hidden: int, inner: int) -> None:
     """torch's grouped product takes strides of whole 16 bytes only; policy fp8 saves an input of padded rows."""
-    problem = Problem(3, 7, 1, hidden, 12)
+    problem = Problem(3, 7, 1, hidden, inner)
     for found, expected in zip(*(problem.run(name, "fp32", "fp8") for name in ("torch-grouped", "torch")), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 

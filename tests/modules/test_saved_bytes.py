@@ -55,18 +55,26 @@ def test_what_a_block_says_is_what_is_measured(family: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("policy", ["minimal", "recompute", "fp8"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float32, "mxfp8"), (torch.bfloat16, "fp32")]
+)
 @pytest.mark.parametrize(("family", "top_k"), [("longcat_flash", 2), ("longcat_flash", 3), ("jetmoe", 2)])
-def test_what_is_saved_next_to_the_operator_is_counted(family: str, top_k: int, policy: str) -> None:
-    """Zero experts of LongCat-Flash multiply the input, and JetMoE's router reads it."""
+def test_what_is_saved_next_to_the_operator_is_counted(
+    family: str, top_k: int, dtype: torch.dtype, precision: str, policy: str
+) -> None:
+    """Zero experts of LongCat-Flash multiply the input, and JetMoE's router reads it where it is trained."""
     name = {"longcat_flash": "moe_topk", "jetmoe": "num_experts_per_tok"}[family]
-    model = tiny_model(family, **{name: top_k}).bfloat16()
-    patch_model(model, {"precision": "bf16", "activations": policy}, include=["*"], strict=False)
+    model = tiny_model(family, **{name: top_k}).to(dtype)
+    patch_model(model, {"precision": precision, "activations": policy}, include=["*"], strict=False)
     blocks = {name: block for name, block in blocks_of(model).items() if block.neuron_shape.experts is not None}
-    with measure_saved_bytes(blocks) as saved:
-        model(input_ids=tokens(2, 32))
     assert blocks
-    for name, block in blocks.items():
-        assert saved.modules[name].bytes_per_token == block.saved_bytes_per_token
+    for frozen in ("", "router"):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not frozen or frozen not in name)
+        with measure_saved_bytes(blocks) as saved:
+            model(input_ids=tokens(2, 32))
+        for name, block in blocks.items():
+            assert saved.modules[name].bytes_per_token == block.saved_bytes_per_token, (name, frozen)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])

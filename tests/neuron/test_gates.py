@@ -48,6 +48,15 @@ Start = Callable[..., SimpleNamespace]
 RELEASES = [(2, 29), (2, 30), (2, 31), (2, 33)]
 
 
+def test_a_limit_that_bf16_does_not_hold_is_refused(machine: Start) -> None:
+    """The kernels compare bf16 values with it to know what was clamped."""
+    machine(target="trn2")
+    shape, kernels = BlockShape("experts", H, I, E, K), get_backend("neuron")
+    for limit, reason in ((7.0, None), (7.01, "gate_clamp_upper_limit 7.01 is no number of bf16")):
+        found = kernels.support(shape, BlockSpec("bf16", B, gate=Gate(gate_max=limit))).reason
+        assert found is None if reason is None else reason in str(found)
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_shifted_limits_and_biases_reach_the_kernels(machine: Start, release: tuple[int, int]) -> None:
     double = machine(release=release, target="trn2").double

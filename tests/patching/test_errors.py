@@ -420,10 +420,14 @@ def test_a_device_map_of_one_place_is_no_offload(place: Any) -> None:
     assert len(patch_model(model).patched) == 2
 
 
-def test_sizes_of_transposed_experts_are_read_as_they_lie() -> None:
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.ReLU6])
+def test_sizes_of_transposed_experts_are_read_as_they_lie(activation: type[nn.Module]) -> None:
+    """Of experts that are refused, too: reports name their sizes."""
     experts = MixtralExperts(tiny_config("mixtral", num_local_experts=3))
+    experts.act_fn = activation()
     assert discover(boxed(experts))[0].sizes == (3, 32, 48)
     experts.is_transposed = True
     for name in ("gate_up_proj", "down_proj"):
         setattr(experts, name, nn.Parameter(getattr(experts, name).detach().transpose(1, 2).contiguous()))
-    assert discover(boxed(experts))[0].sizes == (3, 32, 48)
+    (found,) = discover(boxed(experts))
+    assert found.sizes == (3, 32, 48) and found.reason is not None

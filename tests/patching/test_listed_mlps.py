@@ -83,3 +83,13 @@ def test_dense_mlps_next_to_experts_are_none() -> None:
     assert {entry.kind for entry in report.patched} == {"mlp", "experts"}
     assert all(entry.one_by_one == "" and not entry.notes for entry in report.patched)
     assert "one by one" not in str(report)
+
+
+def test_lists_are_counted_at_the_root_and_next_to_layers_with_experts() -> None:
+    config = tiny_config("llama")
+    report = patch_model(nn.ModuleList([LlamaMLP(config) for _ in range(3)]), {"precision": "fp32"})
+    assert all(entry.notes[0].startswith("one of 3 MLPs of a list") for entry in report.patched)
+    model = tiny_model("mixtral")
+    model.tail = nn.ModuleList([LlamaMLP(config) for _ in range(2)])
+    entries = patch_model(model, {"precision": "fp32"}).patched
+    assert [entry.one_by_one for entry in entries if entry.kind == "mlp"] == ["tail"] * 2

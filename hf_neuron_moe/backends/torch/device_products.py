@@ -298,4 +298,4 @@ def _padded(operand: Tensor, axis: int) -> Tensor:
 
 def _is_straight(operand: Tensor) -> bool:
     strides = operand.stride()
-    return 1 in strides[-2:] and all(stride % _ALIGNED == 0 for stride in strides if stride != 1)
+    return strides[-2:].count(1) == 1 and all(stride % _ALIGNED == 0 for stride in strides if stride != 1)
