@@ -17,6 +17,7 @@ Expression = tuple[Any, ...]
 ("input",)                      the joint projection
 ("number", value)               a float, or None
 ("dtype",)                      the dtype of a tensor
+("middle",)                     half of the columns of the joint projection
 ("halves", interleaved)         gate and up of the joint projection; ("half", index, interleaved) is one of them
 ("parts", interleaved)          the joint projection with an axis of the two
 ("act", name, alpha, x)         an activation of ``structure.ACTIVATIONS``

@@ -197,6 +197,8 @@ class _Frame:
                 return self.constant(attr)
             case ast.Attribute(value=value, attr="dtype") if self.tensor(value):
                 return ("dtype",)
+            case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=2)) if self.is_width(left):
+                return ("middle",)
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
                 return _times(self.evaluate(left), self.evaluate(right), node)
             case ast.BinOp(left=left, op=ast.Div(), right=right):
@@ -301,8 +303,21 @@ class _Frame:
         cut = {("parts", False): -2, ("parts", True): -1}.get(x)
         return ("halves", x[1]) if cut is not None and given == {"dim": ("number", cut)} else None
 
+    def is_width(self, node: ast.expr) -> bool:
+        """Whether ``z.shape[-1]`` or ``z.size(-1)`` is the number of columns of the joint projection."""
+        match node:
+            case ast.Subscript(value=ast.Attribute(value=z, attr="shape"), slice=axis):
+                pass
+            case ast.Call(func=ast.Attribute(value=z, attr="size"), args=[axis], keywords=[]):
+                pass
+            case _:
+                return False
+        return ast.unparse(axis) == "-1" and self.evaluate(z) == ("input",)
+
     def is_middle(self, number: Expression) -> bool:
         """Whether a number of columns is half of those of a projection of the module."""
+        if number == ("middle",):
+            return True
         kind, size = number if len(number) == 2 else ("", None)
         params = [param for param in self.reader.root._parameters.values() if param is not None]
         return kind == "number" and any(axis == 2 * (size or 0) != 0 for param in params for axis in param.shape[-2:])

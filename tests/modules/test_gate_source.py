@@ -123,6 +123,16 @@ def sliced(self: Any, z: Tensor) -> Tensor:
     return F.gelu(z[..., : self.size], approximate="tanh") * z[..., 12:]
 
 
+def split_at_half_its_width(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.split(z.shape[-1] // 2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def sliced_at_half_its_width(self: Any, z: Tensor) -> Tensor:
+    half = z.size(-1) // 2
+    return F.silu(z[..., :half]) * z[..., half:]
+
+
 def in_parts(self: Any, z: Tensor) -> Tensor:
     gate, up = z.unflatten(-1, (2, -1)).unbind(-2)
     return self.act_fn(gate) * up
@@ -171,6 +181,8 @@ READ: dict[Callable[..., Tensor], tuple[Gate, bool, dict[str, Any]]] = {
     walrus: (Gate(), False, {}),
     split_at_the_middle: (Gate(), False, {"size": 12}),
     sliced: (Gate("gelu_tanh"), False, {"size": 12}),
+    split_at_half_its_width: (Gate(), False, {}),
+    sliced_at_half_its_width: (Gate(), False, {}),
     in_parts: (Gate(), False, {}),
     in_alternating_parts: (Gate(), True, {}),
     limited_where_there_is_a_limit: (
@@ -188,7 +200,15 @@ def test_what_a_method_computes_is_read(method: Callable[..., Tensor]) -> None:
     gate, interleaved, constants = READ[method]
     found = read_gate(Holder(), method)
     assert (found.gate, found.interleaved, dict(found.constants)) == (gate, interleaved, constants)
-    functions = (up_first_in_the_product, spelled_out, alternating, softcapped, walrus, sliced)
+    functions = (
+        up_first_in_the_product,
+        spelled_out,
+        alternating,
+        softcapped,
+        walrus,
+        sliced,
+        sliced_at_half_its_width,
+    )
     called = method not in (*functions, of_exponentials, of_scaled_exponentials)
     assert found.activation == ("act_fn" if called else None)
 
@@ -327,6 +347,11 @@ def split_elsewhere(self: Any, z: Tensor) -> Tensor:
     return self.act_fn(gate) * up
 
 
+def split_at_a_third(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.split(z.shape[-1] // 3, dim=-1)
+    return self.act_fn(gate) * up
+
+
 def sliced_elsewhere(self: Any, z: Tensor) -> Tensor:
     return self.act_fn(z[..., : self.size]) * z[..., 11:]
 
@@ -347,6 +372,7 @@ REFUSED = {
     drops: r"computes `F\.dropout",
     drops_in_a_module: "its activation is Dropout",
     split_elsewhere: r"z\.split\(self\.limit, dim=-1\)",
+    split_at_a_third: r"computes `z\.shape\[-1\] // 3`",
     sliced_elsewhere: r"computes `z\[\.\.\., 11:\]`",
     unbound_along_another_axis: r"unbind\(-1\)",
     plus_another: r"computes `self\.act_fn\(gate\) \* up \+ gate`",
