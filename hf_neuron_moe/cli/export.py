@@ -22,7 +22,8 @@ def export(
 ) -> None:
     """Rebuild the checkpoint a conversion was made of.
 
-    Bit for bit from bf16 layouts; from MX only the dequantized values, and only with --allow-inexact.
+    Bit for bit from bf16 layouts. Codes come back as the values that they stand for. Where those are not the source's
+    values, --allow-inexact is needed.
     """
     from hf_neuron_moe.convert import export_checkpoint
     from hf_neuron_moe.convert.io.folder import resolve_source
@@ -30,7 +31,8 @@ def export(
     converted = resolve_source(converted)
     with watching("exporting") as (_, progress):
         report = export_checkpoint(converted, destination, allow_inexact=allow_inexact, progress=progress)
-    exactness = "all bit for bit" if not report.inexact else f"{len(report.inexact)} of them not bit for bit"
+    exact = "all bit for bit" if not report.statement else "all exact, codes as the values that they stand for"
+    exactness = exact if not report.inexact else f"{len(report.inexact)} of them not bit for bit"
     summary = f"{counted(report.tensors, 'tensor')} written to {destination}, {exactness}"
     facts = {"ok": True, "destination": str(destination), **report.to_dict()}
     tell(as_json, facts, summary, *(f"note: {line}" for line in report.statement))

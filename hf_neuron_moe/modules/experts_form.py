@@ -278,8 +278,10 @@ def _check_shapes(module: nn.Module, form: ExpertsForm) -> None:
     found: dict[str, Any] = {name: _found(module, name) for name in form.parameters}
     weights = [found[name] for name in (*form.inputs, form.down)]
     axes = 2 if form.call == STACKED else 3
-    if any(param is None for param in found.values()) or any(weight.dim() != axes for weight in weights):
-        raise UnknownForm(f"it has no {axes}-D parameters {' and '.join((*form.inputs, form.down))}, or no biases")
+    missing = [name for name, param in found.items() if param is None]
+    if missing or any(weight.dim() != axes for weight in weights):
+        what = f"no {' and no '.join(missing)}" if missing else f"weights that are not {axes}-D"
+        raise UnknownForm(f"it has {what}; its gate takes {', '.join(found)}")
     E, H, I = form.sizes(module)  # noqa: E741
     columns = 2 * I if form.gate.gated else I
     count = getattr(module, "total_experts", E) if form.call == IDENTITY else E
@@ -291,9 +293,10 @@ def _check_shapes(module: nn.Module, form: ExpertsForm) -> None:
         expected = {form.gate_up: (count, H, columns) if form.transposed else (count, columns, H)}
     if form.biased:
         expected |= {f"{form.gate_up}_bias": (E, columns), f"{form.down}_bias": (E, H)}
-    if any(found[name].shape != shape for name, shape in expected.items()):
-        shapes = ", ".join(f"{name} {tuple(param.shape)}" for name, param in found.items())
-        raise UnknownForm(f"its parameters do not fit together: {shapes}")
+    for name, shape in expected.items():
+        if found[name].shape != shape:
+            has = f"its {name} has shape {tuple(found[name].shape)}"
+            raise UnknownForm(f"{has}, with its {form.down} {tuple(found[form.down].shape)} it would be {shape}")
 
 
 def _found(module: nn.Module, name: str) -> Tensor | None:

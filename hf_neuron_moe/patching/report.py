@@ -129,9 +129,10 @@ class PatchReport:
         if self.parts:
             return "\n\n".join(f"{name or 'the model itself'}: {part}" for name, part in self.parts)
         config = self.config
+        ungated = f", {count} of them without a gate" if (count := len(_ungated(self))) else ""
         head = (
-            f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused (precision "
-            f"{config.precision}, activations {config.activations}, block size {config.block_size})"
+            f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused{ungated} "
+            f"(precision {config.precision}, activations {config.activations}, block size {config.block_size})"
         )
         listed = [entry for entry in self.entries if entry not in _ungated(self)]
         return "\n".join([head, *_table(listed), *_remarks(self)])

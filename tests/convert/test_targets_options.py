@@ -110,20 +110,20 @@ def test_every_purpose_and_layout_is_possible_in_mxfp8_and_bf16():
         (
             "mixtral",
             {"precision": "mxfp8", "purpose": "inference"},
-            "size or scales of model.layers.0.mlp.experts.gate_up_proj, for moe_cte's MX weights,",
+            "hidden size of model.layers.0.mlp.experts.gate_up_proj, for moe_cte's MX weights,",
             "got 64.*--pad",
         ),
         # Advice has to be possible: nothing trains with FP4.
         (
             "mixtral",
             {"precision": "mxfp4"},
-            "size or scales of model.layers.0.mlp.experts.gate_up_proj, for moe_cte's MX weights,",
+            "hidden size of model.layers.0.mlp.experts.gate_up_proj, for moe_cte's MX weights,",
             r"got 64\. Use --pad\.$",
         ),
         (
             "mixtral",
             {"precision": "mxfp8", "purpose": "inference", "pad": True, "scales": "oversized"},
-            "size or scales of model.layers.0.mlp.experts.gate_up_proj, for moe_cte's MX weights,",
+            "option scales of model.layers.0.mlp.experts.gate_up_proj, for moe_cte's MX weights,",
             "got oversized",
         ),
         (

@@ -294,8 +294,9 @@ class OwnMLP(LlamaMLP):
 def test_a_forward_that_is_read_in_vain_is_answered_with_what_was_expected() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp = OwnMLP(model.config)
-    expected = r"`super\(\).forward\(x\)`, expected down_proj\(act_fn\(gate_proj\(x\)\) \* up_proj\(x\)\)\."
-    assert_matches(rf"OwnMLP.: its forward computes {expected}", refused_reason(model))
+    formula = r"down_proj\(act_fn\(gate_proj\(x\)\) \* up_proj\(x\)\) with SiLU, .* as act_fn\."
+    expected = rf"OwnMLP.: its forward computes `super\(\).forward\(x\)`, expected {formula}"
+    assert_matches(expected, refused_reason(model))
 
 
 def test_a_model_in_the_place_of_the_configuration_is_not_written_out() -> None:

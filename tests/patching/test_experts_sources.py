@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,20 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "dropout by name": (experts(dropout_by_name), r"its gate computes `F\.dropout\(input="),
     "chunk by name": (experts(chunk_by_name), r"its gate computes `torch\.chunk\(input="),
 }
+
+
+def test_a_parameter_of_a_wrong_shape_or_none_is_named() -> None:
+    model = tiny_model("gpt_oss")
+    found = model.model.layers[0].mlp.experts
+    found.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 5))
+    sizes = tuple(found.down_proj.shape)
+    wide = (sizes[0], 2 * sizes[1])
+    reason = f"its gate_up_proj_bias has shape (4, 5), with its down_proj {sizes} it would be {wide}"
+    with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
+        patch_model(model)
+    found.gate_up_proj_bias = None
+    with pytest.raises(UnsupportedModelError, match="it has no gate_up_proj_bias; its gate takes gate_up_proj,"):
+        patch_model(model)
 
 
 @pytest.mark.parametrize("case", REFUSED)

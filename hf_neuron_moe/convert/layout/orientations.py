@@ -251,14 +251,14 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     where = options.scales or "compact"
     remedy = "Use --pad."
     if options.precision != "mxfp4":  # with which no kernel trains
-        remedy = "Use --pad, or without mxfp4 --for training, whose operands need multiples of 32 only."
-    for wrong, expected, got, fix in (
-        (H % TILE, f"a multiple of {TILE} (hidden size)", H, remedy),
-        (inner % MX_BLOCK, f"a multiple of {MX_BLOCK} (intermediate size of a rank)", inner, remedy),
-        (where == "oversized", "packed or compact (scales)", where, "Leave --scales out."),
+        remedy = "Use --pad. In mxfp8, --for training needs multiples of 32 only."
+    for wrong, what, expected, got, fix in (
+        (H % TILE, "hidden size", f"a multiple of {TILE}", H, remedy),
+        (inner % MX_BLOCK, "intermediate size of a rank", f"a multiple of {MX_BLOCK}", inner, remedy),
+        (where == "oversized", "option scales", "packed or compact", where, "Leave --scales out."),
     ):
         if wrong:
-            subject = f"size or scales of {weight.name}, for moe_cte's MX weights,"
+            subject = f"{what} of {weight.name}, for moe_cte's MX weights,"
             raise ConversionError.about(subject, expected, got, fix)
     permuted = weight.codes == options.precision and _keeps_codes(weight, options, part)
     pair: tuple[int, ...]
