@@ -14,7 +14,7 @@ from torch import nn
 from hf_neuron_moe.modules.dense_roles import FUNCTIONS, Presence, constant_of
 from hf_neuron_moe.modules.structure import gate_of, supported_activations
 
-EXPECTED = f"expected down_proj(act_fn(gate_proj(x)) * up_proj(x)) with {supported_activations()} as act_fn"
+EXPECTED = f"expected down_proj(act_fn(gate_proj(x)) * up_proj(x)), act_fn one of {supported_activations()}"
 
 
 class NotSwiGLU(ValueError):  # noqa: N818 -- not an error of the program: the answer "no", with the reason

@@ -294,7 +294,7 @@ class OwnMLP(LlamaMLP):
 def test_a_forward_that_is_read_in_vain_is_answered_with_what_was_expected() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp = OwnMLP(model.config)
-    formula = r"down_proj\(act_fn\(gate_proj\(x\)\) \* up_proj\(x\)\) with SiLU, .* as act_fn\."
+    formula = r"down_proj\(act_fn\(gate_proj\(x\)\) \* up_proj\(x\)\), act_fn one of SiLU, .* and Swish\."
     expected = rf"OwnMLP.: its forward computes `super\(\).forward\(x\)`, expected {formula}"
     assert_matches(expected, refused_reason(model))
 
