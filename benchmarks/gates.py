@@ -6,9 +6,10 @@
     python benchmarks/gates.py --gate gpt-oss --precision mxfp8    # one row beside SwiGLU
     python benchmarks/gates.py --tokens 512 --hidden 512 --inner 1024 --rounds 3
 
-Contestants take turns in a random order, and ratios divide medians of one run. The last column divides by SwiGLU with
-the same biases and the same layout: what the gate itself costs. A gate without a gate projection has two thirds of the
-products. With --cpu-time the processor's time is measured, which other processes disturb less: with OMP_NUM_THREADS=1.
+Contestants take turns in a random order. A ratio is the median over all rounds of a row's time over SwiGLU's in the
+same round, which a processor that changes its speed disturbs least. The last column divides by SwiGLU with the same
+biases and the same layout: what the gate itself costs. A gate without a gate projection has two thirds of the products.
+With --cpu-time the processor's time is measured, which other processes disturb less: with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--activations", choices=("full", "minimal", "recompute", "fp8"), default="minimal")
     for name, value in (("tokens", 2048), ("hidden", 1024), ("inner", 1024), ("experts", 8), ("top-k", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each row")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each row")
     parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
     parser.add_argument("--cpu-time", action="store_true", help="time of this process on the processor")
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -133,11 +134,15 @@ def main() -> None:
             if number:
                 times[name].append(seconds)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+
+    def over(name: str, other: str) -> float:
+        return statistics.median(own / base for own, base in zip(times[name], times[other], strict=True))
+
     print(f"{'':32} {'median':>9} {'quartiles':>17} {'of SwiGLU':>11} {'laid out alike':>16}")
     results = {}
     for name, seconds in times.items():
         low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-        whole, own = medians[name] / medians["silu"], medians[name] / medians[alike(ROWS[name])]
+        whole, own = over(name, "silu"), over(name, alike(ROWS[name]))
         quartiles = f"{1000 * low:.1f} to {1000 * high:.1f}"
         print(f"{name:32} {1000 * medians[name]:6.1f} ms {quartiles:>17} {whole:11.2f} {own:16.2f}")
         results[name] = {

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.gate import Gate
-from hf_neuron_moe.backends.torch.gating import gating_of, softcap, softcap_to_round
+from hf_neuron_moe.backends.torch import gating as gatings
+from hf_neuron_moe.backends.torch.gating import ACTIVATIONS, gating_of, softcap, softcap_by_tanh, softcap_to_round
 from hf_neuron_moe.modules import ops
 
 T, K, E, H, I = 40, 2, 3, 32, 24  # noqa: E741
@@ -193,7 +194,7 @@ def test_the_text_of_a_gate_gives_it_back(gate: Gate) -> None:
     assert Gate.parse(gate.text) == gate and "|" not in gate.text
 
 
-@pytest.mark.parametrize(("capped", "most"), [(softcap, 6e-7), (softcap_to_round, 2.0**-14)])
+@pytest.mark.parametrize(("capped", "most"), [(softcap, 6e-7), (softcap_by_tanh, 6e-7), (softcap_to_round, 2.0**-14)])
 @pytest.mark.parametrize("cap", [0.5, 4.0, 25.0])
 def test_softcap_is_exact_over_all_magnitudes(cap: float, capped: Callable[..., Tensor], most: float) -> None:
     # A few roundings of fp32, relative to the value itself: small values keep their digits, large ones end at the cap.
@@ -207,11 +208,30 @@ def test_softcap_is_exact_over_all_magnitudes(cap: float, capped: Callable[..., 
     assert found[0].isnan() and torch.allclose(found[1:], cap * torch.tensor([1.0, -1.0, 1.0]), rtol=most, atol=0)
 
 
+def test_gelu_by_tanh_keeps_the_digits_of_small_values() -> None:
+    # The value has the roundings of 2q, times 2q where s is small. In the slope 1 - s has one rounding of s, times
+    # factors that together reach 35 before it vanishes.
+    activation, generator = ACTIVATIONS["gelu_tanh"], torch.Generator().manual_seed(0)
+    scales = 2.0 ** torch.randint(-40, 30, (20_000,), generator=generator)
+    values = torch.cat([torch.randn(20_000, generator=generator) * scales, torch.linspace(-12, 12, 20_001)])
+    factor, exact = torch.randn(len(values), generator=generator), values.double().requires_grad_()
+    wanted = F.gelu(exact, approximate="tanh")
+    (slope,) = torch.autograd.grad(wanted.sum(), exact)
+    error = (activation.value_(values.clone()).double() - wanted).abs()
+    assert (error <= 2.0**-20 * (wanted.abs() + 1e-3)).all()
+    found = activation.slope(values, factor, torch.empty_like(values)).double()
+    assert ((found - factor * slope).abs() <= 2.0**-18 * factor.abs() * (slope.abs() + 0.1)).all()
+
+
+@pytest.mark.parametrize("tanh", [False, True])
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("cap", [0.5, 4.0, 25.0])
-def test_softcapped_value_and_slope_at_once_are_those_apart(cap: float, rounded: bool) -> None:
+def test_softcapped_value_and_slope_at_once_are_those_apart(
+    cap: float, rounded: bool, tanh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A few roundings to fp32, or 2**-14; the slope of large values is a difference from 1 or to 0, so absolute.
-    gating = gating_of(Gate(gate_softcap=cap), rounded)
+    monkeypatch.setattr(gatings, "tanh_is_fast", lambda: tanh)
+    gating = gating_of.__wrapped__(Gate(gate_softcap=cap), rounded)  # what the cache holds is of this processor
     relative, absolute = (2.0**-14, 2.0**-14) if rounded else (6e-7, 1e-6)
     assert gating.act_and_slope is not None and gating_of(Gate(gate_softcap=cap, gate_max=1.0)).act_and_slope is None
     values = torch.linspace(-40, 40, 20_001)

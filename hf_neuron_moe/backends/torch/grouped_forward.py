@@ -18,7 +18,7 @@ K experts per token. Widths are those of the operands: padded to whole MX groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ from hf_neuron_moe.backends.torch.grouped_products import (
     ADDED,
     ROW_MULTIPLE,
     Operand,
+    adds_to_sums,
     project,
     project_sums,
     rows_with_ones,
@@ -182,8 +183,7 @@ class PreActivations:
 
     def _make(self, name: str, x_rH: Tensor, weight_GNH: Operand, added_GN: Tensor | None) -> None:
         loader, runs = self.loader, self.batch.runs
-        with_ones = added_GN is not None and not loader.has_sums
-        left_rH = x_rH if with_ones else x_rH[:, : weight_GNH.shape[2]]
+        left_rH = x_rH if has_ones((added_GN,), loader) else x_rH[:, : weight_GNH.shape[2]]
         if self.batch.on_device is not None:
             left_rH = x_rH if loader.compute.mx else left_rH
             self.made[name] = project_on_device(
@@ -265,7 +265,7 @@ def grouped_forward(
     for batch in Batch.cut(rows, inner):
         pre = PreActivations(weights, batch, loader, save, added, plain_up=gating.multiplies_by_up)
         pre.multiply(batch.take(x_op))
-        inter_rI, left_rI = _intermediate(batch, loader, width, with_ones=bias_GH is not None and not sums)
+        inter_rI, left_rI = _intermediate(batch, loader, width, with_ones=has_ones((bias_GH,), loader))
         _fill_intermediate(inter_rI, batch, pre, loader, save, gating)
         del pre  # gate and up are as large as the operands of the next product
         if batch.on_device is not None:
@@ -297,9 +297,11 @@ def _fill_intermediate(
         loader.quantize(inter_rI, axis=1)
 
 
-def has_ones(added: Added, loader: Loader) -> bool:
-    """Whether the rows of gate's and up's products have ones for what is added to these."""
-    return not loader.has_sums and any(part_GI is not None for part_GI in added)
+def has_ones(added: Iterable[Tensor | None], loader: Loader) -> bool:
+    """Whether the rows of products have ones for what is added to these, as some are `added`."""
+    if loader.has_sums:
+        return False
+    return any(part is not None and (loader.on_device or not adds_to_sums(part.device)) for part in added)
 
 
 def _intermediate(batch: Batch, loader: Loader, width: int, *, with_ones: bool) -> tuple[Tensor, Tensor]:

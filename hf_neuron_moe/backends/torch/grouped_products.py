@@ -9,9 +9,10 @@ itself is needed there are two ways, each twice as long as one product:
 * :func:`project_sums`: the product of fp32 operands, for sums that are quantized to MXFP8 further on. There a value
   that is rounded differently can move by a sixteenth of itself.
 
-What is added to a sum before its rounding, as a bias, is part of the product. Three more columns of the contraction
-axis hold the bf16 parts of an fp32 number, and the rows hold ones there (:func:`rows_with_ones`). Such weights, and
-those without unit stride, are copied part by part.
+What is added to a sum before its rounding, as a bias, is part of the product. oneDNN adds fp32 numbers itself
+(:func:`adds_to_sums`). Elsewhere three more columns of the contraction axis hold the bf16 parts of such a number, and
+the rows hold ones there (:func:`rows_with_ones`). Weights with more columns, and those that do not lie straight, are
+copied part by part.
 
 On CUDA the fp32 result exists, and everything comes from it: cuBLAS may round the parts of a bf16 product's sum.
 
@@ -40,6 +41,18 @@ ADDED = 16  # columns of a contraction axis for what is added to the sums: three
 TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
 
 
+def adds_to_sums(device: torch.device) -> bool:
+    """Whether the products of a group on `device` add fp32 numbers before they round: those of oneDNN do.
+
+    Its operators are not in torch's documentation. The processor is asked, not only the option: without bf16
+    instructions oneDNN refuses such operands, whatever is wished.
+    """
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    able = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(able and bf16_matmul_is_fast(device))
+
+
 class PackedWeight:
     """A weight ``[G, N, K]`` in the order in which oneDNN multiplies few rows fastest, in parts that fit the caches.
 
@@ -57,22 +70,15 @@ class PackedWeight:
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
-        """Whether oneDNN has such an order here; its operators are not in torch's documentation.
-
-        The processor is asked, not the option: without bf16 instructions oneDNN refuses to pack, whatever is wished.
-        """
-        if not weight.is_cpu or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
-            return False
-        known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        able = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return bool(known and able and bf16_matmul_is_fast(weight.device))
+        """Whether oneDNN has such an order here."""
+        return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and adds_to_sums(weight.device)
 
     def multiply(self, left_RK: Tensor, runs: Runs, out_RN: Tensor) -> None:
         """As :func:`project`."""
         for group, start, end in runs:
             rows = left_RK[start:end].contiguous()
             for part, weight in self.groups[group]:
-                out_RN[start:end, part].copy_(torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], ""))
+                out_RN[start:end, part].copy_(_linear(rows, weight, None))
 
 
 Operand = Tensor | PackedWeight  # a weight ``[G, N, K]``
@@ -103,10 +109,10 @@ def project(
 ) -> None:
     """``high = left @ weight^T``, group by group, and where it is wanted ``low``, the sum minus `high_RN`; all bf16.
 
-    `added_GN`, fp32, is added to the sum; `left_RK` is then one of :func:`rows_with_ones`, and nothing is quantized.
-    `left_RK` is padded and quantized along K as the loader's precision asks; rows after the last run's may be read. The
-    weight has any float dtype and any strides, its K is not padded; the loader casts it, or quantizes it along K. Rows
-    after a run's are overwritten, before the next run's are written.
+    `added_GN`, fp32, is added to the sum, and nothing is quantized; where not :func:`adds_to_sums`, `left_RK` is one of
+    :func:`rows_with_ones`. `left_RK` is padded and quantized along K as the loader's precision asks; rows after the
+    last run's may be read. The weight has any float dtype and any strides, its K is not padded; the loader casts it, or
+    quantizes it along K. Rows after a run's are overwritten, before the next run's are written.
     """
     if isinstance(weight_GNK, PackedWeight):
         assert low_RN is None, "packed weights are multiplied once"
@@ -125,10 +131,15 @@ def project(
             for group, left, high, low in each_run(runs, left_RK, high_RN, low_RN):
                 torch.addmm(high, left, weights[group], beta=-1, out=low)
         return
-    for start, end, column, weight_NK in _each(
-        weight_GNK, runs, loader, left_RK.shape[1], cut=False, added_GN=added_GN
+    added = added_GN is not None and adds_to_sums(left_RK.device)
+    columns_GN, width = None if added else added_GN, left_RK.shape[1]
+    for group, (start, end), column, weight_NK in _each(
+        weight_GNK, runs, loader, width, cut=False, dense=added, added_GN=columns_GN
     ):
         stop, columns = _padded(start, end, left_RK, high_RN), slice(column, column + len(weight_NK))
+        if added and added_GN is not None:
+            high_RN[start:stop, columns].copy_(_linear(left_RK[start:stop], weight_NK, added_GN[group, columns]))
+            continue
         low = None if low_RN is None else low_RN[start:stop, columns]
         _multiply(left_RK[start:stop], weight_NK.t(), high_RN[start:stop, columns], low)
 
@@ -144,7 +155,7 @@ def project_sums(
         left32_RK = scratch.get("grouped_left_fp32", (held, left_RK.shape[1]), torch.float32)
         left32_RK[:rows].copy_(left_RK)
         left32_RK[rows:].zero_()
-    for start, end, column, weight_NK in _each(weight_GNK, runs, loader, left_RK.shape[1], cut=True):
+    for _, (start, end), column, weight_NK in _each(weight_GNK, runs, loader, left_RK.shape[1], cut=True):
         out = out_RN[start:end, column : column + len(weight_NK)]
         if left_RK.is_cuda:
             out.copy_(torch.mm(left_RK[start:end], weight_NK.t(), out_dtype=torch.float32))
@@ -160,15 +171,34 @@ def project_sums(
             sums.add_(added_GN[group])
 
 
+def _linear(left_RK: Tensor, weight_NK: Tensor, added_N: Tensor | None) -> Tensor:
+    """oneDNN's product of bf16 rows and a weight that is packed or without gaps: those with gaps take seconds.
+
+    It reads other operands as if they had no gaps.
+    """
+    added_N = None if added_N is None else added_N.contiguous()
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(left_RK.contiguous(), weight_NK, added_N, "none", [], "")
+    return product
+
+
 def _each(
-    weight_GNK: Tensor, runs: Runs, loader: Loader, width: int, *, cut: bool, added_GN: Tensor | None = None
-) -> Iterator[tuple[int, int, int, Tensor]]:
-    """For every part of a group's weight: the group's first and end row, the part's first column, its ``[n, K]``."""
+    weight_GNK: Tensor,
+    runs: Runs,
+    loader: Loader,
+    width: int,
+    *,
+    cut: bool,
+    dense: bool = False,
+    added_GN: Tensor | None = None,
+) -> Iterator[tuple[int, tuple[int, int], int, Tensor]]:
+    """For every part of a group's weight: the group, its first and end row, the part's first column, its ``[n, K]``."""
     wanted = {group: (start, end) for group, start, end in runs}
-    for first, column, values_gnK in _pieces(weight_GNK, wanted, loader, width, cut=cut, added_GN=added_GN):
+    for first, column, values_gnK in _pieces(
+        weight_GNK, wanted, loader, width, cut=cut, dense=dense, added_GN=added_GN
+    ):
         for group, weight_NK in enumerate(values_gnK.unbind(0), first):
             if group in wanted:
-                yield *wanted[group], column, weight_NK
+                yield group, wanted[group], column, weight_NK
 
 
 def each_run(runs: Runs, *tensors_R: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -222,15 +252,19 @@ def _pieces(
     width: int,
     *,
     cut: bool,
+    dense: bool,
     added_GN: Tensor | None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Cut the weights into operands that are made together: first group and column, ``[g, n, K]``.
 
-    Groups that are not wanted are left out.
+    Groups that are not wanted are left out. With `dense` a group's part has no gaps in memory.
     """
     groups, columns, size = weight_GNK.shape
-    straight = added_GN is None and 1 in weight_GNK.stride()[1:] and weight_GNK.dtype == loader.compute.operand
-    if loader.ready_weights or (not loader.compute.mx and straight):
+    strides, gaps = weight_GNK.stride()[1:], False
+    if dense:
+        gaps = max(strides) != weight_GNK.shape[1 if strides[0] == 1 else 2]
+    straight = added_GN is None and 1 in strides and weight_GNK.dtype == loader.compute.operand
+    if not gaps and (loader.ready_weights or (not loader.compute.mx and straight)):
         step = max(PIECE // width, TILE) if cut else columns
         for column in range(0, columns, step):
             yield 0, column, weight_GNK[:, column : column + step]
@@ -238,6 +272,8 @@ def _pieces(
     by_column = weight_GNK.stride(2) > weight_GNK.stride(1)
     together = max(PIECE // (columns * width), 1) if not by_column or size % TILE == 0 else 1
     step = columns if together > 1 else max(PIECE // width // TILE * TILE, TILE)
+    if not loader.compute.mx:  # no MX groups to keep whole: as few products as fit, about equal
+        step = -(-columns // max(round(columns * width / PIECE), 1))
     for group in range(0, groups, together):
         part = weight_GNK[group : group + together]
         if not any(number in wanted for number in range(group, group + len(part))):

@@ -67,9 +67,19 @@ def onednn_rule() -> OneDNNRule | None:
     built = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
     if not built or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return None
+    return _RULES.get(torch.backends.cpu.get_cpu_capability()) if "AuthenticAMD" in _processor() else None
+
+
+@functools.cache
+def tanh_is_fast() -> bool:
+    """Whether torch's tanh takes less than a sigmoid: Intel's library computes it, fast on Intel's processors only."""
+    return torch.backends.mkl.is_available() and "GenuineIntel" in _processor()
+
+
+def _processor() -> str:
+    """Return a text with the name of the processor's maker."""
     cpuinfo = Path("/proc/cpuinfo")  # elsewhere, Windows has the name in platform.processor()
-    name = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else platform.processor()
-    return _RULES.get(torch.backends.cpu.get_cpu_capability()) if "AuthenticAMD" in name else None
+    return cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else platform.processor()
 
 
 def padded_rows(rows: int, weight: int, dtype: torch.dtype, device: torch.device) -> int:
