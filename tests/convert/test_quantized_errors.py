@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.convert import convert_checkpoint
+from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.source_formats import METHODS
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from tests.convert.quantized_sources import FP8, MODEL, MXFP4, rewrite, to_fp8
@@ -200,10 +201,14 @@ def test_codes_without_a_method(method, checkpoint, tmp_path):
 )
 def test_other_methods_say_what_to_do(settings, method, remedy, checkpoint, tmp_path):
     source = checkpoint("mixtral")
+    assert inspect_checkpoint(source).to_dict()["refused"] is None
     rewrite(source, settings, lambda tensors: tensors)
     with refused(ConversionError, f"{source}/config.json: quantization_config", remedy) as caught:
         convert_checkpoint(source, tmp_path / "dst")
     assert method in str(caught.value) and [path.name for path in tmp_path.iterdir()] == [source.name]
+    report = inspect_checkpoint(source)
+    assert str(caught.value) == f"convert: {report.refused}"
+    assert report.to_text().endswith(f"\nnote: convert refuses it: {report.refused}")
 
 
 @pytest.mark.parametrize("left", ["file", "folder", "folder with config.json"])

@@ -21,9 +21,9 @@ from hf_neuron_moe.convert.layout.orientations import PERMUTED_WORDS, SCALES, SO
 from hf_neuron_moe.convert.layout.tensor_parallel import halves_in
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, grouped, load_manifest
 from hf_neuron_moe.convert.notes import left_facts, left_notes
-from hf_neuron_moe.convert.source_formats import METHODS, QUANTIZATION_CONFIG
+from hf_neuron_moe.convert.source_formats import METHODS, QUANTIZATION_CONFIG, check_method
 from hf_neuron_moe.convert.workers import Progress, counting
-from hf_neuron_moe.errors import ConfigError, SourceDamageError, counted, printable, public
+from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, counted, printable, public
 
 MAX_CELL = 300  # Characters of a name or a shape in a line of text
 
@@ -56,6 +56,7 @@ class InspectReport:
     options: dict[str, Any]
     tensors: tuple[TensorFacts, ...]
     left: dict[str, LeftModule] | None = None  # What a conversion left in its source form; None where it is unknown
+    refused: str | None = None  # Why `convert` takes no checkpoint of this quantization, and what to do; None: it does
 
     @property
     def layouts(self) -> dict[str, dict[str, int]]:
@@ -76,6 +77,7 @@ class InspectReport:
             "files": len({tensor.file for tensor in self.tensors}),
             "layouts": self.layouts,
             "left": left_facts(self.left),
+            "refused": self.refused,
             "tensors": [tensor.to_dict() for tensor in self.tensors],
         }
 
@@ -98,6 +100,8 @@ class InspectReport:
         for row in rows:
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
         lines += [f"note: {note}" for note in left_notes(self.left)]
+        if self.refused is not None:
+            lines.append(f"note: convert refuses it: {self.refused}")
         return "\n".join(lines)
 
 
@@ -136,7 +140,7 @@ def inspect_checkpoint(
 
 def _checkpoint(directory: Path) -> InspectReport:
     """Describe an ordinary checkpoint; of a quantized one that can be converted, which tensors are codes and scales."""
-    source, method = read_source(directory), _method(directory)
+    source, (method, refused) = read_source(directory), _method(directory)
     layouts: dict[str, str] = {}
     if method in METHODS:
         found = read_checkpoint(directory)
@@ -148,14 +152,22 @@ def _checkpoint(directory: Path) -> InspectReport:
         TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, layouts.get(t.name, "Hugging Face"))
         for t in source.tensors.values()
     ]
-    return InspectReport(directory, "checkpoint", {} if method is None else {"source": method}, tuple(tensors))
+    options = {} if method is None else {"source": method}
+    return InspectReport(directory, "checkpoint", options, tuple(tensors), refused=refused)
 
 
-def _method(directory: Path) -> str | None:
-    """The quantization method that config.json names, as far as it can be read: nothing else here needs it."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return printable(str(read_json(directory / CONFIG_FILE, MAX_CONFIG_BYTES)[QUANTIZATION_CONFIG]["quant_method"]))
-    return None
+def _method(directory: Path) -> tuple[str | None, str | None]:
+    """The quantization method that config.json names, as far as it can be read, and why it is refused."""
+    path, method, refused = directory / CONFIG_FILE, None, None
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        content = read_json(path, MAX_CONFIG_BYTES)
+        try:
+            check_method(path, content)
+        except ConversionError as error:
+            refused = str(error)
+        named = content.get(QUANTIZATION_CONFIG, {}).get("quant_method")
+        method = None if named is None else printable(str(named))
+    return method, refused
 
 
 def _check_source(source: Path, manifest: Manifest) -> None:
