@@ -47,7 +47,7 @@ def check_method(path: Path, content: Mapping[str, Any]) -> str | None:
     for section, nested in content.items():
         if isinstance(nested, dict) and QUANTIZATION_CONFIG in nested:
             fix = "If the whole checkpoint is quantized so, move the entry to the top of config.json."
-            expected, got = f"absent, or at the top of {path.name}", f"one in {section}"
+            expected, got = f"absent, or at the top of {path.name}", f"one in {section!r}"
             raise ConversionError.about(f"{path}: {QUANTIZATION_CONFIG}", expected, got, fix)
     settings = content.get(QUANTIZATION_CONFIG)
     if settings is None:

@@ -230,5 +230,5 @@ def test_a_nested_entry_is_named(checkpoint, tmp_path):
     source: Path = checkpoint("mixtral")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"text_config": {"quantization_config": FP8}}))
-    with refused(ConversionError, f"{source}/config.json: quantization_config", got="one in text_config"):
+    with refused(ConversionError, f"{source}/config.json: quantization_config", got="one in 'text_config'"):
         convert_checkpoint(source, tmp_path / "dst")

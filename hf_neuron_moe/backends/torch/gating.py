@@ -36,7 +36,9 @@ InPlace = Callable[[Tensor], Tensor]
 """Overwrites an fp32 tensor with a function of it and returns it."""
 
 Slope = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Called with x, a factor and a buffer: writes the factor times the derivative at x into the buffer, returns it."""
+"""Called with x, a factor and a buffer: writes the factor times the derivative at x into the buffer, returns it.
+
+The buffer may be x, but not the factor."""
 
 Limits = tuple[float | None, float | None]
 """Upper and lower clamp limit of the forward; None is absent."""
@@ -221,14 +223,13 @@ def _gelu_tanh_grad_(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """``s (1 + 2q (1 - s)) + 2 (x q' - q) s (1 - s)``, s the logistic function of 2q: two derivatives of torch's."""
     square = torch.mul(values, values, out=_spare(values, "gelu_tanh")).mul_(2 * _TANH_SCALE * _TANH_CUBE)
-    cube = torch.mul(square, values, out=_spare(values, "gelu_tanh_cube"))  # x q' - q
+    cube = torch.mul(square, values, out=_spare(values, "gelu_tanh_cube"))
     exponent = square.add_(2 * _TANH_SCALE).mul_(values)
+    inner = cube.mul_(2).add_(exponent)  # 2 x q'
     s = torch.sigmoid(exponent, out=out)
-    torch.ops.aten.sigmoid_backward.grad_input(cube.mul_(factor), s, grad_input=cube)
-    torch.ops.aten.silu_backward.grad_input(factor, exponent, grad_input=exponent)
-    return torch.add(exponent, cube, alpha=2, out=out)
+    # 1 - s as in _logistic_grad_, which makes new tensors for what lies in buffers here
+    return torch.mul(inner.mul_(exponent.neg_().sigmoid_()).add_(1).mul_(s), factor, out=out)
 
 
 def _gelu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:

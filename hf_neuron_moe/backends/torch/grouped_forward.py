@@ -148,7 +148,7 @@ class PreActivations:
     def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
         """Multiply the batch's input rows, an operand: results are rounded to bf16, in mxfp8 fp32 sums.
 
-        The rows have ones if there is something to add (not in mxfp8). With `missing_only`, what was saved is left out.
+        The rows have ones where :func:`has_ones` says so. With `missing_only`, what was saved is left out.
         """
         if (both_G2IH := self._both()) is not None:
             if not missing_only or self.saved.up is None:

@@ -35,7 +35,7 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 
 ROW_MULTIPLE = 16  # so many rows are multiplied together where buffers have them: libraries keep code for each number
 FEW_ROWS = 64  # up to so many rows per group one call for all groups saves more time than it costs
-PIECE = 1 << 20  # elements of a weight that are cast or quantized at a time, which stay in the caches
+PIECE = 1 << 20  # about so many elements of a weight are cast or quantized at a time, which stay in the caches
 MOST_AT_ONCE = 1 << 21  # elements of a device's weight that are quantized at a time, or half of it
 ADDED = 16  # columns of a contraction axis for what is added to the sums: three, as libraries like them
 TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
@@ -109,13 +109,13 @@ def project(
 ) -> None:
     """``high = left @ weight^T``, group by group, and where it is wanted ``low``, the sum minus `high_RN`; all bf16.
 
-    `added_GN`, fp32, is added to the sum, and nothing is quantized; where not :func:`adds_to_sums`, `left_RK` is one of
-    :func:`rows_with_ones`. `left_RK` is padded and quantized along K as the loader's precision asks; rows after the
-    last run's may be read. The weight has any float dtype and any strides, its K is not padded; the loader casts it, or
-    quantizes it along K. Rows after a run's are overwritten, before the next run's are written.
+    `added_GN`, fp32, is added to the sum, and nothing is quantized: oneDNN does it, where :func:`adds_to_sums`, unless
+    `left_RK` is one of :func:`rows_with_ones`. `left_RK` is padded and quantized along K as the loader's precision
+    asks; rows after the last run's may be read. The weight has any float dtype and any strides, its K is not padded;
+    the loader casts it, or quantizes it along K. Rows after a run's are overwritten, before the next run's are written.
     """
     if isinstance(weight_GNK, PackedWeight):
-        assert low_RN is None, "packed weights are multiplied once"
+        assert low_RN is None and added_GN is None, "packed weights are multiplied once, and nothing is added"
         weight_GNK.multiply(left_RK, runs, high_RN)
         return
     if added_GN is None and _in_one_call(left_RK, weight_GNK, runs, loader):
@@ -131,7 +131,8 @@ def project(
             for group, left, high, low in each_run(runs, left_RK, high_RN, low_RN):
                 torch.addmm(high, left, weights[group], beta=-1, out=low)
         return
-    added = added_GN is not None and adds_to_sums(left_RK.device)
+    assert low_RN is None or added_GN is None, "what is left of a sum with something added is never wanted"
+    added = added_GN is not None and left_RK.shape[1] == weight_GNK.shape[2]  # else the rows have ones
     columns_GN, width = None if added else added_GN, left_RK.shape[1]
     for group, (start, end), column, weight_NK in _each(
         weight_GNK, runs, loader, width, cut=False, dense=added, added_GN=columns_GN
