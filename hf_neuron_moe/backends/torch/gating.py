@@ -271,7 +271,12 @@ ACTIVATIONS = {
         lambda x: x * torch.sigmoid(x * SWISH_BETA), lambda x: _logistic_grad_(x.mul_(SWISH_BETA), x.clone())
     ),
     "gelu": Activation(F.gelu, _gelu_grad_, torch.ops.aten.gelu_, _gelu_slope),
-    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_grad_, _gelu_tanh_, _gelu_tanh_slope),
+    "gelu_tanh": Activation(
+        lambda x: x * torch.sigmoid((x * x * (2 * _TANH_SCALE * _TANH_CUBE) + 2 * _TANH_SCALE) * x),
+        _gelu_tanh_grad_,
+        _gelu_tanh_,
+        _gelu_tanh_slope,
+    ),
     "squared_relu": Activation(lambda x: x.clamp(min=0).square(), lambda x: x.clamp_(min=0).mul_(2)),
 }
 """The activations that the documented kernels know."""
