@@ -221,6 +221,13 @@ def test_gelu_by_tanh_keeps_the_digits_of_small_values() -> None:
     assert (error <= 2.0**-20 * (wanted.abs() + 1e-3)).all()
     found = activation.slope(values, factor, torch.empty_like(values)).double()
     assert ((found - factor * slope).abs() <= 2.0**-20 * factor.abs() * (slope.abs() + 0.1)).all()
+    act, both, gating = torch.empty_like(values), torch.empty_like(values), gating_of(Gate("gelu_tanh"))
+    assert gating.act_and_slope is not None
+    gating.act_and_slope(values, act, both)
+    assert torch.equal(act, activation.value_(values.clone())) and torch.equal(act, activation.value(values))
+    assert torch.equal(both * factor, activation.slope(values, factor, torch.empty_like(values)))
+    alias = values.clone()
+    assert torch.equal(activation.slope(alias, factor, alias), both * factor)
     huge = activation.slope(torch.tensor([1e12, 1e6, 100.0]), torch.tensor([1e4, 1e30, torch.inf]), torch.empty(3))
     assert torch.equal(huge, torch.tensor([1e4, 1e30, torch.inf]))
 

@@ -212,24 +212,29 @@ def _gelu_grad_(x: Tensor) -> Tensor:
     return x.mul_(1 / math.sqrt(2)).erf_().add_(1).mul_(0.5).add_(density)
 
 
+def _gelu_tanh_exponent(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``2q``; differentiable without `out`."""
+    scale = torch.full((), 2 * _TANH_SCALE, dtype=x.dtype, device=x.device)
+    return torch.addcmul(scale, x, x, value=2 * _TANH_SCALE * _TANH_CUBE, out=out).mul_(x)
+
+
 def _gelu_tanh_(x: Tensor) -> Tensor:
     """``x s(2q)`` in half of the time of torch's, which takes a tanh of each number by itself."""
-    square = torch.mul(x, x, out=_spare(x, "gelu_tanh"))
-    return x.mul_(square.mul_(2 * _TANH_SCALE * _TANH_CUBE).add_(2 * _TANH_SCALE).mul_(x).sigmoid_())
+    return x.mul_(_gelu_tanh_exponent(x, _spare(x, "gelu_tanh")).sigmoid_())
 
 
-def _gelu_tanh_grad_(x: Tensor) -> Tensor:
-    return _gelu_tanh_slope(x, torch.ones_like(x), x)
+def _gelu_tanh_both(x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
+    """As :func:`_logistic_grad_`, in buffers; ``2 x q'`` is three times ``2q`` without ``4 sqrt(2/pi) x``."""
+    exponent = _gelu_tanh_exponent(x, _spare(x, "gelu_tanh"))
+    inner = torch.mul(exponent, 3, out=_spare(x, "gelu_tanh_inner")).add_(x, alpha=-4 * _TANH_SCALE)
+    s = torch.sigmoid(exponent, out=_spare(x, "gelu_tanh_s"))
+    inner.mul_(exponent.neg_().sigmoid_()).add_(1)
+    torch.mul(x, s, out=value)
+    return torch.mul(inner, s, out=grad)
 
 
 def _gelu_tanh_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    square = torch.mul(values, values, out=_spare(values, "gelu_tanh")).mul_(2 * _TANH_SCALE * _TANH_CUBE)
-    cube = torch.mul(square, values, out=_spare(values, "gelu_tanh_cube"))
-    exponent = square.add_(2 * _TANH_SCALE).mul_(values)
-    inner = cube.mul_(2).add_(exponent)  # 2 x q'
-    s = torch.sigmoid(exponent, out=out)
-    # 1 - s as in _logistic_grad_, which makes new tensors for what lies in buffers here
-    return torch.mul(inner.mul_(exponent.neg_().sigmoid_()).add_(1).mul_(s), factor, out=out)
+    return _gelu_tanh_both(values, _spare(values, "gelu_tanh_value"), out).mul_(factor)
 
 
 def _gelu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -272,10 +277,11 @@ ACTIVATIONS = {
     ),
     "gelu": Activation(F.gelu, _gelu_grad_, torch.ops.aten.gelu_, _gelu_slope),
     "gelu_tanh": Activation(
-        lambda x: x * torch.sigmoid((x * x * (2 * _TANH_SCALE * _TANH_CUBE) + 2 * _TANH_SCALE) * x),
-        _gelu_tanh_grad_,
+        lambda x: x * torch.sigmoid(_gelu_tanh_exponent(x)),
+        lambda x: _gelu_tanh_both(x, _spare(x, "gelu_tanh_value"), x),
         _gelu_tanh_,
         _gelu_tanh_slope,
+        _gelu_tanh_both,
     ),
     "squared_relu": Activation(lambda x: x.clamp(min=0).square(), lambda x: x.clamp_(min=0).mul_(2)),
 }
