@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import UnsupportedModelError
-from hf_neuron_moe.modules.engine import axis_parts, installed, strided, uneven
+from hf_neuron_moe.modules.engine import axis_parts, installed, strided, style_name, uneven
 from hf_neuron_moe.modules.expert_parallel import unsupported_reason_of_exchange
 from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
 from hf_neuron_moe.modules.gate_match import UnknownForm
@@ -307,6 +307,12 @@ def _found(module: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def _takes_a_share(child: nn.Module) -> bool:
+    """Whether the engine only divides the identity by the processes that add it up, as ``neuron_parts`` does."""
+    found = installed(child)
+    return found is not None and style_name(found.style) == "moe_identity_expert"
+
+
 def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
     """Raise, for the block `name`, where an attribute that the gate depends on has changed."""
     fix = "The operator has what was read at patching: unpatch the model before changing it."
@@ -325,7 +331,7 @@ def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
             error = UnsupportedModelError.about(path, f"{value!r}, as when the block was patched", repr(now), fix)
             raise error.named(name)
     for path, child in children:
-        if has_call_hooks(child) or "forward" in child.__dict__:
+        if has_call_hooks(child) or ("forward" in child.__dict__ and not _takes_a_share(child)):
             expected = "without hooks or a forward of its own, as when the block was patched"
             raise UnsupportedModelError.about(path, expected, "one that has them", fix).named(name)
     if "_apply_gate" in module.__dict__:

@@ -78,7 +78,7 @@ ALWAYS = [
     *trainings(("llama",), ("tp2", "fsdp2"), ("bf16", "mxfp8")),
     *trainings(("llama",), ("replicate2",), ("fp32",)),
     *trainings(("qwen2_moe", "gpt_oss"), ("tp2", "ep2"), ("fp32",)),
-    *trainings(("phi3", "gemma4", "llama4", "longcat_flash"), ("tp2",), ("fp32",)),
+    *trainings(("longcat_flash", "gemma4", "llama4", "phi3"), ("tp2",), ("fp32",)),
     *(cell("mixtral", "ep2", "fp32", **{key: True}) for key in ("idle", "checkpointing")),
     cell("mixtral", "ep2", "mxfp8", checkpointing=True),
     cell("llama", "pp2", "bf16", kind="inference"),
