@@ -28,7 +28,15 @@ from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, Ro
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.saved import take_tile
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
-from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
+from hf_neuron_moe.backends.torch.tiles import (
+    Loader,
+    Projections,
+    Span,
+    column_spans,
+    first_columns,
+    lies_by_column,
+    row_spans,
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ class _Tile:
             return FFNWeights(wanted.gate_IH[self.part], wanted.up_IH[self.part], wanted.down_HI[:, self.part])
 
         def scratch(name: str, target: Tensor, *shape: int) -> Tensor:
-            by_column = target.stride(0) == 1
+            by_column = lies_by_column(target)
             buffer = self.task.loader.scratch.get(name, shape[::-1] if by_column else shape, torch.float32)
             return buffer.t() if by_column else buffer
 

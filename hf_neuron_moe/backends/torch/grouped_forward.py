@@ -18,6 +18,7 @@ K experts per token. Widths are those of the operands: padded to whole MX groups
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -127,7 +128,8 @@ class PreActivations:
     """Gate and up of a batch: products of the forward, or of a backward for what was not saved.
 
     Gate, the first columns of up and its others are separate products, whatever is saved: a value has the same bits
-    wherever it is made. Gate and up are one where both are made in the same calls.
+    wherever it is made. Gate and up are one where both are made in the same calls. Where their columns alternate, both
+    are multiplied as they lie, cut where up is: every other column is slow to gather.
     """
 
     def __init__(
@@ -157,14 +159,40 @@ class PreActivations:
             return
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
         saved_up, (gate_added, up_added) = 0 if self.saved.up is None else self.saved.up.shape[1], self.added
+        parts = (("", slice(0, cut), saved_up >= cut), ("_tail", slice(cut, self.weights.inner), saved_up > cut))
+        if (pairs_G2IH := self._pairs()) is not None:
+            added = self._added_to_pairs()
+            for suffix, columns, is_saved in parts:
+                pairs = slice(2 * columns.start, 2 * columns.stop)
+                is_saved = is_saved and self.saved.gate is not None
+                if columns.start < columns.stop and not (missing_only and is_saved):
+                    part = None if added is None else added[:, pairs]
+                    self._make(f"pairs{suffix}", x_rH, pairs_G2IH[:, pairs], part)
+            return
         if gate.shape[1] and not (missing_only and self.saved.gate is not None):
             self._make("gate", x_rH, gate, gate_added)
-        for name, columns, is_saved in (
-            ("up", slice(0, cut), saved_up >= cut),
-            ("up_tail", slice(cut, self.weights.inner), saved_up > cut),
-        ):
+        for suffix, columns, is_saved in parts:
             if columns.start < columns.stop and not (missing_only and is_saved):
-                self._make(name, x_rH, up[:, columns], None if up_added is None else up_added[:, columns])
+                part = None if up_added is None else up_added[:, columns]
+                self._make(f"up{suffix}", x_rH, up[:, columns], part)
+
+    def _pairs(self) -> Tensor | None:
+        """Return the weight of gate and up where their columns alternate and the results are bf16.
+
+        Their results are taken apart as halves of 32-bit numbers, the gate in the lower one.
+        """
+        weights = self.weights
+        if not isinstance(weights, GroupedWeights) or not weights.interleaved or self.batch.on_device is not None:
+            return None
+        return None if self.loader.has_sums or sys.byteorder != "little" else weights.gate_up_G2IH
+
+    def _added_to_pairs(self) -> Tensor | None:
+        gate_GI, up_GI = self.added
+        some = up_GI if gate_GI is None else gate_GI
+        if some is None:
+            return None
+        parts = [some.new_zeros(some.shape) if part is None else part for part in (gate_GI, up_GI)]
+        return torch.stack(parts, dim=2).flatten(1)
 
     def _both(self) -> Tensor | None:
         """Return the weight of gate and up where both are made and saved together, and it is read as it lies.
@@ -199,17 +227,14 @@ class PreActivations:
             project(left_rH, weight_GNH, runs, loader, out_rN, added_GN=added_GN)
         self.made[name] = out_rN
 
-    def save(self, chunk: slice) -> None:
-        """Copy a chunk's rounded values to where the policy saves them."""
+    def save(self, chunk: slice, gate: Tensor, up: Tensor) -> None:
+        """Save what the policy saves of a chunk's :meth:`values`, rounded to bf16."""
         rows, saved = self.batch.global_part(chunk), self.saved
         if saved.gate is not None:
-            put_tile(saved.gate, rows, slice(0, self.weights.inner), self.made["gate"][chunk])
+            put_tile(saved.gate, rows, slice(0, self.weights.inner), gate)
         if saved.up is not None:
-            columns = saved.up.shape[1]
-            whole = self.made["up"][chunk]
-            if columns > self.cut:
-                whole = torch.cat([whole, self.made["up_tail"][chunk]], dim=1)
-            put_tile(saved.up, rows, slice(0, columns), whole)
+            columns = slice(0, saved.up.shape[1])
+            put_tile(saved.up, rows, columns, up[:, columns])
 
     def values(self, chunk: slice, *, rounded: bool) -> tuple[Tensor, Tensor]:
         """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved.
@@ -220,18 +245,22 @@ class PreActivations:
         shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
         gate = scratch.get("gate_fp32", shape, torch.float32)
         plain = self._plain_up(rounded=rounded)
-        up = scratch.get("up_fp32", shape, torch.float32) if plain is None else plain[chunk]
-        targets = {"gate": gate} if plain is not None else {"gate": gate, "up": up}
-        if "up_tail" in self.made:
-            targets |= {"up": up[:, : self.cut], "up_tail": up[:, self.cut :]}
-        for name, target in targets.items():
-            made, kept = self.made.get(name), self.saved.gate if name == "gate" else self.saved.up
-            if made is not None:
+        plain_rI = None if plain is None else plain[chunk]
+        up = scratch.get("up_fp32", shape, torch.float32) if plain_rI is None else plain_rI
+        for name, kept, target in (("gate", self.saved.gate, gate), ("up", self.saved.up, up)):
+            if kept is not None and target is not plain_rI and not self.made.keys() & {name, "pairs"}:
+                columns = slice(0, kept.shape[1])
+                target[:, columns].copy_(take_tile(kept, self.batch.global_part(chunk), columns))
+        first, others = slice(0, self.cut), slice(self.cut, None)
+        for name, made in self.made.items():
+            if name in ("pairs", "pairs_tail"):
+                columns = first if name == "pairs" else others
+                _split_pairs(made[chunk], gate[:, columns], up[:, columns])
+            elif name == "gate" or plain_rI is None:
+                target = gate if name == "gate" else up[:, first if name == "up" else others]
                 target.copy_(made[chunk])
                 if rounded and made.dtype == torch.float32:
                     self.loader.round_(target)
-            elif kept is not None:
-                target.copy_(take_tile(kept, self.batch.global_part(chunk), slice(0, target.shape[1])))
         return gate, up
 
     def _plain_up(self, *, rounded: bool) -> Tensor | None:
@@ -240,6 +269,13 @@ class PreActivations:
         if not self.plain_up or not isinstance(up, Tensor) or up.shape[1] != self.weights.inner:
             return None
         return None if rounded and up.dtype == torch.float32 and self.loader.compute.mx else up
+
+
+def _split_pairs(pairs_rN: Tensor, gate_rI: Tensor, up_rI: Tensor) -> None:
+    """Write the fp32 values of bf16 columns that alternate: bf16 is the upper half of fp32."""
+    both_rI = pairs_rN.view(torch.int32)
+    torch.bitwise_left_shift(both_rI, 16, out=gate_rI.view(torch.int32))
+    torch.bitwise_and(both_rI, -(1 << 16), out=up_rI.view(torch.int32))
 
 
 def grouped_forward(
@@ -283,8 +319,8 @@ def _fill_intermediate(
     """Write a batch's scaled intermediate, an operand of the next product, and save what `save` has."""
     mx = loader.compute.mx
     for chunk in batch.chunks(pre.weights.inner):
-        pre.save(chunk)
         gate, up = pre.values(chunk, rounded=False)
+        pre.save(chunk, gate, up)
         save_products(gate, up, loader, save, batch.global_part(chunk), gating)
         product = gating.intermediate_(gate, up)
         scale_r1 = batch.scale(chunk)

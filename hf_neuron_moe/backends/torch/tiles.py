@@ -123,7 +123,7 @@ class Loader:
             if exact and source.dtype == compute.operand and tuple(source.shape) == shape:
                 return source
             mx_axis, lane = None, 0
-        if not compute.mx and source.stride(0) == 1 and source.stride(1) != 1:
+        if not compute.mx and lies_by_column(source):
             # A straight copy of weights in the kernels' layout; matmuls take either orientation.
             buffer = self.scratch.get(name, shape[::-1], compute.operand).t()
         else:
@@ -186,6 +186,11 @@ def make_loader(
 def tile_loader(precision: str, device: torch.device) -> Loader:
     """Return a loader of fp32 operands."""
     return Loader(fp32_products(precision), call_scratch(device))
+
+
+def lies_by_column(matrix: Tensor) -> bool:
+    """Whether a column's values lie closer together than a row's, one after the other or interleaved with others."""
+    return 0 < matrix.stride(0) < matrix.stride(1)
 
 
 def first_columns(span: Span, columns: int | None) -> int:
