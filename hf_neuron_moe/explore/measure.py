@@ -50,7 +50,7 @@ class Pass:
         embed: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         seen: list[Call] = []
         drawn: list[list[Call]] = [[] for _ in range(self.draws)]
-        with BlockCalls(self.model) as calls:
+        with BlockCalls(self.model, outputs=True) as calls:
             inputs = embed(rows_NL).requires_grad_()
             logits = self.model(inputs_embeds=inputs, use_cache=False).logits
             loss = loss_sum(logits, rows_NL)
@@ -75,7 +75,8 @@ class Pass:
     def _see(self, call: Call, drawn: Sequence[Tensor]) -> None:
         """Measure one call; `drawn` are the gradients of drawn labels where the call has that of the text's."""
         block = self._block_of(call)
-        base_TH = call.forward("bf16").float()
+        known = call.out_TH is not None and call.spec.precision == "bf16"
+        base_TH = (call.out_TH if known else call.forward("bf16")).float()  # type: ignore[union-attr]
         for name, change_TH in self._changes(call, base_TH):
             score, first = block.scores.setdefault(name, Score()), (call.dout_TH * change_TH).sum().item()
             score.first += first
@@ -132,8 +133,12 @@ def _not_finite(seen: Sequence[Call], row: int) -> NonFiniteLossError:
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Return labels ``[N, L]`` drawn from the predictions `logits` ``[N, L, V]`` make of each next token."""
     N, L, V = logits.shape
-    drawn = torch.multinomial(logits[:, :-1].reshape(-1, V).float().softmax(-1), 1, generator=generator)
-    return F.pad(drawn.view(N, L - 1), (1, 0), value=IGNORED)
+    below_TV = logits[:, :-1].reshape(-1, V).float().softmax(-1).cumsum(-1)
+    level_T1 = torch.rand(len(below_TV), 1, generator=generator) * below_TV[:, -1:]
+    drawn_T1 = torch.searchsorted(below_TV, level_T1, right=True).clamp_(
+        max=V - 1
+    )  # multinomial takes 15 times as long
+    return F.pad(drawn_T1.view(N, L - 1), (1, 0), value=IGNORED)
 
 
 def _rounded(projections: Projections, product: str, fmt: str = "e4m3fn") -> Projections:

@@ -61,14 +61,16 @@ class Operand:
     def add(self, expert: int, values_RC: Tensor, seen_RC: Tensor, token_R: Tensor | None = None) -> None:
         """Add rows of an expert; `seen_RC` is what the product sees of them, `token_R` their places in the text."""
         magnitude_RC = values_RC.abs()
-        amax_C, row_C = magnitude_RC.max(dim=0)
+        amax_C = magnitude_RC.amax(0)
         if token_R is not None and amax_C.max() > self.amax_EC.max():
-            self.top_token[0] = token_R[row_C[amax_C.argmax()]]
+            self.top_token[0] = token_R[magnitude_RC[:, amax_C.argmax()].argmax()]
         self.amax_EC[expert] = torch.maximum(self.amax_EC[expert], amax_C)
         self.signal_EC[expert] += magnitude_RC.square().sum(0)
-        self.noise_EC[expert] += (values_RC - seen_RC).square().sum(0)
-        self.flushed_E[expert] += ((seen_RC == 0) & (values_RC != 0)).sum()
-        if not amax_C.isfinite().all():  # the scales leave headroom: only infinities get the largest code
+        self.noise_EC[expert] += (values_RC - seen_RC).square_().sum(0)
+        if amax_C.isfinite().all():  # zeros stay zeros, so that counting is enough, which is faster
+            self.flushed_E[expert] += values_RC.count_nonzero() - seen_RC.count_nonzero()
+        else:  # the scales leave headroom: only infinities get the largest code
+            self.flushed_E[expert] += ((seen_RC == 0) & (values_RC != 0)).sum()
             self.saturated_E[expert] += (magnitude_RC.isinf() & seen_RC.isfinite()).sum()
         self.count_E[expert] += values_RC.numel()
 

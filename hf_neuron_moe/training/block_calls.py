@@ -67,6 +67,7 @@ class Call:
     weights: FFNWeights | ExpertWeights
     spec: BlockSpec
     codes: MXExpertStack | None = None  # that the weights are the values of
+    out_TH: Tensor | None = None  # what the forward returned, where :class:`BlockCalls` keeps it
 
     @property
     def projections(self) -> Projections:
@@ -235,24 +236,31 @@ def _any(*limits: float | None) -> bool:
 class BlockCalls(TorchDispatchMode):
     """Keeps in the list :attr:`seen` every backward call of a model's patched blocks while it is entered.
 
-    Blocks are known by the memory of their down projections.
+    Blocks are known by the memory of their down projections. With `outputs`, calls have copies of what their forwards
+    returned, which were entered too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, outputs: bool = False) -> None:
         super().__init__()
         self.seen: list[Call] = []
+        self.outputs: dict[tuple[int, int], Tensor] | None = {} if outputs else None  # by input and down projection
         self.names = {_down(block).untyped_storage().data_ptr(): name for name, block in patched_blocks(model).items()}
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Look at an operation, and do it."""
-        read = _READERS.get(func.name())
-        if read is not None:
+        name = func.name()
+        if (read := _READERS.get(name)) is not None:
             call = read(args)
             down = call.weights.down_HI if isinstance(call.weights, FFNWeights) else call.weights.down
-            self.seen.append(replace(call, block=self.names[down.untyped_storage().data_ptr()]))
-        return func(*args, **(kwargs or {}))
+            block, outputs = self.names[down.untyped_storage().data_ptr()], self.outputs or {}
+            self.seen.append(replace(call, block=block, out_TH=outputs.get((call.x_TH.data_ptr(), down.data_ptr()))))
+        result = func(*args, **(kwargs or {}))
+        if self.outputs is not None and name in _PLACE_OF_DOWN:
+            x, down = args[0], args[_PLACE_OF_DOWN[name]]
+            self.outputs[x.data_ptr(), down.data_ptr()] = result[0].detach().clone()  # models may write into it
+        return result
 
 
 def _down(block: Any) -> Tensor:
@@ -275,4 +283,5 @@ def _read_experts(args: tuple[Any, ...]) -> Call:
 
 
 _READERS = {"hf_neuron_moe::mlp_bwd": _read_mlp, "hf_neuron_moe::moe_bwd": _read_experts}
+_PLACE_OF_DOWN = {"hf_neuron_moe::mlp_fwd": 3, "hf_neuron_moe::moe_fwd": 4}
 """By name: the objects of ``torch.ops`` are others once the Neuron plugin has registered the operators again."""

@@ -47,7 +47,7 @@ def calls_of(family: str) -> tuple[Any, list[Call], dict[str, tuple[Tensor, Tens
         block.train()
         block.register_forward_hook(watch(name))
     ids = torch.randint(3, 64, (2, 24))
-    with BlockCalls(model) as calls:
+    with BlockCalls(model, outputs=True) as calls:
         inputs = model.get_input_embeddings()(ids).requires_grad_()
         loss_sum(model(inputs_embeds=inputs, use_cache=False).logits, ids).backward()
     return model, calls.seen, seen
@@ -59,6 +59,7 @@ def test_every_block_is_seen_and_computed_again_with_its_own_bits(family: str) -
     model, calls, seen = calls_of(family)
     assert {call.block for call in calls} == set(patched_blocks(model))
     for call in calls:
+        assert call.out_TH is not None and torch.equal(call.out_TH, call.forward("bf16"))
         output, gradient = seen[call.block]
         if output.numel() != call.x_TH.numel() or call.spec.gate.gated is False or family == "dbrx":
             continue  # a call that does more around its operator
@@ -231,6 +232,25 @@ def test_drawn_labels_follow_the_predictions() -> None:
     assert labels.shape == (1, 4001) and labels[0, 0] == -100
     share = (labels[0, 1:] == 1).float().mean().item()
     assert share == pytest.approx(torch.e / (torch.e + 3), abs=4 * (0.25 / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 50_000])
+def test_drawn_labels_are_possible_ones(vocabulary: int) -> None:
+    """Neither the first nor the last is drawn without a chance, and none is beyond the last."""
+    logits = torch.full((1, 65, vocabulary), -torch.inf)
+    logits[..., vocabulary // 2 :: 2] = torch.randn(len(range(vocabulary // 2, vocabulary, 2)))
+    logits[..., -1] = -torch.inf
+    labels = drawn_labels(logits, torch.Generator().manual_seed(0))[0, 1:]
+    assert logits[0, 0, labels].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [3.0, torch.inf])
+def test_flushed_values_are_counted_beside_infinities(value: float) -> None:
+    operand = Operand.empty(1, 4)
+    operand.add(0, torch.tensor([[value, 1.0, 0.0, 0.5]]), torch.tensor([[448.0, 0.0, 0.0, 0.5]]))
+    figures = operand.figures()
+    assert figures["flushed"] == 0.25
+    assert figures["saturated"] == (0.25 if value == torch.inf else 0.0)
 
 
 def test_precisions_change_for_a_while_only(tmp_path: Path) -> None:
