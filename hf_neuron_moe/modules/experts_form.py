@@ -307,10 +307,13 @@ def _found(module: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _takes_a_share(child: nn.Module) -> bool:
+def _takes_a_share(child: nn.Module, module: nn.Module, form: ExpertsForm) -> bool:
     """Whether the engine only divides the identity by the processes that add it up, as ``neuron_parts`` does."""
-    found = installed(child)
-    return found is not None and style_name(found.style) == "moe_identity_expert"
+    found, down = installed(child), _found(module, form.down)
+    if form.call != IDENTITY or found is None or style_name(found.style) != "moe_identity_expert":
+        return False
+    parts = getattr(module, "neuron_parts", None) or (1 if down is None else axis_parts(down, form.axes[1])[0])
+    return bool(found.mesh.size() == parts)
 
 
 def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
@@ -331,7 +334,7 @@ def check_constants(module: nn.Module, form: ExpertsForm, name: str) -> None:
             error = UnsupportedModelError.about(path, f"{value!r}, as when the block was patched", repr(now), fix)
             raise error.named(name)
     for path, child in children:
-        if has_call_hooks(child) or ("forward" in child.__dict__ and not _takes_a_share(child)):
+        if has_call_hooks(child) or ("forward" in child.__dict__ and not _takes_a_share(child, module, form)):
             expected = "without hooks or a forward of its own, as when the block was patched"
             raise UnsupportedModelError.about(path, expected, "one that has them", fix).named(name)
     if "_apply_gate" in module.__dict__:

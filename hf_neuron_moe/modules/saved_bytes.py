@@ -105,7 +105,10 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
 
 
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:
-    """Return the operations per token that the backward spends on recomputing; a multiply-add counts as two."""
+    """Return the operations per token that the backward spends on recomputing; a multiply-add counts as two.
+
+    Not counted is what ``PreActivations`` multiplies again of alternating columns, though it was saved.
+    """
     kept, inner = parse_keep(keep), shape.intermediate
     up = inner if kept.whole_up or shape.quantized else saved_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)

@@ -5,7 +5,7 @@ Legend: T tokens, K experts per token, R rows of one expert, E experts (1 of a d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -237,13 +237,13 @@ class BlockCalls(TorchDispatchMode):
     """Keeps in the list :attr:`seen` every backward call of a model's patched blocks while it is entered.
 
     Blocks are known by the memory of their down projections. With `outputs`, calls have copies of what their forwards
-    returned, which were entered too.
+    returned; these must run while it is entered.
     """
 
     def __init__(self, model: nn.Module, *, outputs: bool = False) -> None:
         super().__init__()
         self.seen: list[Call] = []
-        self.outputs: dict[tuple[int, int], Tensor] | None = {} if outputs else None  # by input and down projection
+        self.outputs: dict[tuple[Any, ...], Tensor] | None = {} if outputs else None  # by the memory of the operands
         self.names = {_down(block).untyped_storage().data_ptr(): name for name, block in patched_blocks(model).items()}
 
     def __torch_dispatch__(
@@ -254,13 +254,19 @@ class BlockCalls(TorchDispatchMode):
         if (read := _READERS.get(name)) is not None:
             call = read(args)
             down = call.weights.down_HI if isinstance(call.weights, FFNWeights) else call.weights.down
-            block, outputs = self.names[down.untyped_storage().data_ptr()], self.outputs or {}
-            self.seen.append(replace(call, block=block, out_TH=outputs.get((call.x_TH.data_ptr(), down.data_ptr()))))
+            operands = (call.x_TH, *(call.routing or ()), down)
+            known = None if self.outputs is None else self.outputs.get(_memory(operands))
+            self.seen.append(replace(call, block=self.names[down.untyped_storage().data_ptr()], out_TH=known))
         result = func(*args, **(kwargs or {}))
-        if self.outputs is not None and name in _PLACE_OF_DOWN:
-            x, down = args[0], args[_PLACE_OF_DOWN[name]]
-            self.outputs[x.data_ptr(), down.data_ptr()] = result[0].detach().clone()  # models may write into it
+        if self.outputs is not None and name in _PLACES:
+            key = _memory([args[place] for place in _PLACES[name]])
+            self.outputs[key] = result[0].detach().clone()  # models may write into it
         return result
+
+
+def _memory(operands: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Where operands lie, and how."""
+    return tuple((each.data_ptr(), each.shape, each.stride()) for each in operands)
 
 
 def _down(block: Any) -> Tensor:
@@ -283,5 +289,7 @@ def _read_experts(args: tuple[Any, ...]) -> Call:
 
 
 _READERS = {"hf_neuron_moe::mlp_bwd": _read_mlp, "hf_neuron_moe::moe_bwd": _read_experts}
-_PLACE_OF_DOWN = {"hf_neuron_moe::mlp_fwd": 3, "hf_neuron_moe::moe_fwd": 4}
 """By name: the objects of ``torch.ops`` are others once the Neuron plugin has registered the operators again."""
+
+_PLACES = {"hf_neuron_moe::mlp_fwd": (0, 3), "hf_neuron_moe::moe_fwd": (0, 1, 2, 4)}
+"""Where the arguments of a forward have input, routing and down projection."""

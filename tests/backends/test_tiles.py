@@ -22,3 +22,12 @@ def test_an_operand_runs_as_its_weight_does(step: int, by_column: bool) -> None:
     assert operand_IH.dtype == torch.float32
     assert torch.equal(operand_IH, source_IH.float())
     assert operand_IH.stride() == ((1, 6) if by_column else (4, 1))
+
+
+@pytest.mark.parametrize("by_column", [False, True], ids=["I_H", "H_I"])
+def test_a_weight_that_is_rounded_runs_so_too(by_column: bool) -> None:
+    source_IH = torch.randn(4, 6).t() if by_column else torch.randn(6, 4)
+    loader = tile_loader("bf16", torch.device("cpu"))
+    operand_IH = loader.load("gate", source_IH, (6, 4))
+    assert torch.equal(operand_IH, source_IH.bfloat16().float())
+    assert operand_IH.stride() == source_IH.stride()

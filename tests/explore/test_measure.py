@@ -134,6 +134,34 @@ def test_channels_share_a_block_exactly_where_a_huge_value_reaches(channels: int
         assert torch.equal(reached, expected)
 
 
+class Twice(torch.nn.Module):
+    """A model that calls its experts twice: with another routing, or with a part of the tokens."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.experts, self.other = tiny_model("mixtral").model.layers[0].mlp.experts, other
+
+    def forward(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        both = [(x_TH, index_TK, weight_TK), (x_TH, (index_TK + 1) % 4, weight_TK)]
+        if self.other == "part":
+            both[1] = (x_TH[:5], index_TK[:5], weight_TK[:5])
+        return sum(self.experts(*call).sum(0) * (place + 1) for place, call in enumerate(both))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("other", ["routing", "part"])
+def test_outputs_are_of_the_call_they_are_kept_for(other: str) -> None:
+    model = Twice(other).eval().requires_grad_(False)
+    patch_model(model, {"precision": "bf16", "activations": "recompute", "backend": "torch"})
+    for block in patched_blocks(model).values():
+        block.train()
+    x_TH = torch.randn(24, model.experts.hidden_dim).bfloat16().requires_grad_()
+    with BlockCalls(model, outputs=True) as calls:
+        model(x_TH, torch.randint(0, 4, (24, 2)), torch.rand(24, 2)).sum().backward()
+    assert len(calls.seen) == 2
+    for call in calls.seen:
+        assert call.out_TH is not None and torch.equal(call.out_TH, call.forward("bf16"))
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_first_order_is_the_derivative_of_the_loss(family: str, tmp_path: Path) -> None:
     """Against a central difference along the change, added to the block's output by a hook. The model computes in fp32,

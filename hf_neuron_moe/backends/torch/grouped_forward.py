@@ -40,7 +40,7 @@ from hf_neuron_moe.backends.torch.grouped_products import (
     rows_with_ones,
 )
 from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
-from hf_neuron_moe.backends.torch.tiles import Loader
+from hf_neuron_moe.backends.torch.tiles import Loader, lies_by_column
 
 BATCH = 1 << 22  # elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns
 CHUNK = 1 << 18  # elements between the products that are processed at a time
@@ -127,9 +127,10 @@ def tokens_operand(values_TH: Tensor, loader: Loader, *, with_ones: bool = False
 class PreActivations:
     """Gate and up of a batch: products of the forward, or of a backward for what was not saved.
 
-    Gate, the first columns of up and its others are separate products, whatever is saved: a value has the same bits
-    wherever it is made. Gate and up are one where both are made in the same calls. Where their columns alternate, both
-    are multiplied as they lie, cut where up is: every other column is slow to gather.
+    A value has the same bits wherever it is made, whatever is saved. So gate, the first columns of up and its others
+    are separate products, with two exceptions. Gate and up are one where both are made in the same calls. In kernel
+    order ``[H, 2I]`` with alternating columns both are multiplied as they lie, cut where up is: every other column is
+    slow to gather. Then a half that was saved is multiplied again with one that was not.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class PreActivations:
     def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
         """Multiply the batch's input rows, an operand: results are rounded to bf16, in mxfp8 fp32 sums.
 
-        The rows have ones where :func:`has_ones` says so. With `missing_only`, what was saved is left out.
+        The rows have ones where :func:`has_ones` says so. With `missing_only`, products are left out whose results were
+        saved.
         """
         if (both_G2IH := self._both()) is not None:
             if not missing_only or self.saved.up is None:
@@ -177,14 +179,16 @@ class PreActivations:
                 self._make(f"up{suffix}", x_rH, up[:, columns], part)
 
     def _pairs(self) -> Tensor | None:
-        """Return the weight of gate and up where their columns alternate and the results are bf16.
+        """Return the weight of gate and up where it is ``[H, 2I]``, their columns alternate, and results are bf16.
 
-        Their results are taken apart as halves of 32-bit numbers, the gate in the lower one.
+        These are taken apart as halves of 32-bit numbers, the gate in the lower one.
         """
         weights = self.weights
-        if not isinstance(weights, GroupedWeights) or not weights.interleaved or self.batch.on_device is not None:
+        if not isinstance(weights, GroupedWeights) or not weights.interleaved or weights.gate_up_G2IH is None:
             return None
-        return None if self.loader.has_sums or sys.byteorder != "little" else weights.gate_up_G2IH
+        if self.batch.on_device is not None or self.loader.has_sums or sys.byteorder != "little":
+            return None
+        return weights.gate_up_G2IH if lies_by_column(weights.gate_up_G2IH[0]) else None
 
     def _added_to_pairs(self) -> Tensor | None:
         gate_GI, up_GI = self.added

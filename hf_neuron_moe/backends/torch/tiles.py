@@ -151,8 +151,9 @@ class Loader:
         return values if values.dtype == self.compute.rounded else self._round_into(values, values)
 
     def _round_into(self, target: Tensor, source: Tensor) -> Tensor:
-        staged = self.scratch.get("rounding", tuple(source.shape), self.compute.rounded)
-        return target.copy_(staged.copy_(source))
+        shape, by_column = tuple(source.shape), source.dim() == 2 and lies_by_column(source)
+        staged = self.scratch.get("rounding", shape[::-1] if by_column else shape, self.compute.rounded)
+        return target.copy_((staged.t() if by_column else staged).copy_(source))
 
     def quantize(self, buffer: Tensor, axis: int, scheme: str = "wrapX") -> Tensor:
         """Round `buffer` to MXFP8 along `axis` in place (MX mode only)."""
