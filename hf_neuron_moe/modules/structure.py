@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -74,9 +73,6 @@ def _is_quick_gelu(activation: object) -> bool:
     return type(activation) in _named_classes("quick_gelu")
 
 
-_NOWHERE = object()
-
-
 def attribute_of(module: nn.Module, name: str) -> Any:
     """Return an attribute of `module` or, of a block that stands in for another module, of that one's class.
 
@@ -85,10 +81,11 @@ def attribute_of(module: nn.Module, name: str) -> Any:
     """
     if name in module.__dict__:
         return module.__dict__[name]
-    found = inspect.getattr_static(module.__dict__.get("neuron_stock_class", type(module)), name, _NOWHERE)
-    if found is not _NOWHERE:
-        method = MethodType(found, module) if isinstance(found, FunctionType) else found
-        return found.__func__ if isinstance(found, staticmethod) else method
+    for kind in module.__dict__.get("neuron_stock_class", type(module)).__mro__:
+        if name in kind.__dict__:  # torch.compile cannot follow inspect.getattr_static on Python 3.14
+            found = kind.__dict__[name]
+            method = MethodType(found, module) if isinstance(found, FunctionType) else found
+            return found.__func__ if isinstance(found, staticmethod) else method
     for held in (module._modules, module._parameters, module._buffers):
         if name in held:
             return held[name]

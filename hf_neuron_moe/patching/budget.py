@@ -134,7 +134,7 @@ def _search(
         again_O = np.array([option.flops for option in options], dtype=np.int64)
         cost_O = again_O + price * bytes_O
         saved_SO = saved_S[:, None] + bytes_O
-        surplus_SO = surplus_S[:, None] + (cost_O - cost_O.min())
+        surplus_SO = surplus_S[:, None] + (cost_O - np.min(cost_O))
         sums, chosen = np.nonzero((saved_SO + least_left <= limit) & (surplus_SO <= slack))
         saved, flops = saved_SO[sums, chosen], flops_S[sums] + again_O[chosen]
         kept = _frontier(saved, flops)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -175,11 +176,15 @@ def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Return
         returns = function.__annotations__["return"]
         call.__dict__["__signature__"] = declared.replace(return_annotation=returns)
         hints = get_type_hints(record)
-        call.__annotations__ = {name: hints[name] for name in declared.parameters} | {"return": returns}
+        annotations = {name: hints[name] for name in declared.parameters} | {"return": returns}
+        call.__annotations__ = annotations
+        if sys.version_info >= (3, 14):  # there this is what functools.wraps copies
+            call.__annotate__ = lambda _: annotations
         notes = argument_notes(function.__name__, declared.parameters)
-        fill = textwrap.TextWrapper(120, " " * 8, " " * 12).fill
+        fill = textwrap.TextWrapper(116, " " * 4, " " * 8).fill
         lines = [fill(f"{name}: {note}") for name, note in notes.items()]
-        call.__doc__ = "\n".join([f"{(function.__doc__ or '').rstrip()}\n\n    Args:", *lines, "    "])
+        # Without indentation, as Python 3.13 and later keep docstrings.
+        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "\nArgs:", *lines])
         return call
 
     return decorate

@@ -95,10 +95,10 @@ class Gating:
     def up_value(self, up: Tensor) -> Tensor:
         """Return what multiplies the activation: `up` itself, or a tensor that is valid until the next call.
 
-        Not differentiable with a softcap, and not for tensors without storage: the buffer is the thread's.
+        Not differentiable with limits or a softcap, and not for tensors without storage: the buffer is the thread's.
         """
         if self.up_limits != (None, None):
-            up = up.clamp(self.up_limits[1], self.up_limits[0])
+            up = torch.clamp(up, self.up_limits[1], self.up_limits[0], out=_spare(up, "up_clamped"))
         if self.up_softcap is None:
             return up
         return softcap_for(self.rounded)(up, self.up_softcap, _spare(up, "up_softcap"))
@@ -135,7 +135,7 @@ def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
     """
     for limit, within in zip(limits, (torch.lt, torch.gt), strict=True):
         if limit is not None:  # in the values' dtype: a mask of bools takes five times as long
-            gradient.mul_(within(value, limit, out=torch.empty_like(value)))
+            gradient.mul_(within(value, limit, out=_spare(value, "mask")))
     return gradient
 
 

@@ -166,11 +166,9 @@ class GroupedBackward(BlockBackward):
         whole = grads.gate_up_G2IH is not None and width == inner and not (compute.mx and grads.interleaved)
         for group, dout, x, both, product in each_run(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
             if self.d_bias_G2I is not None:
-                for part in both.split(max(CHUNK // both.shape[1], 1)):
-                    part32 = self.loader.scratch.get("summed", tuple(part.shape), torch.float32).copy_(part)
-                    halves = self._halves(part32.sum(0, keepdim=True))
-                    for bias_I, sums in zip(self.d_bias_G2I[group].chunk(2), halves, strict=True):
-                        bias_I[: sums.shape[1]].add_(sums[0, :inner])
+                halves = self._halves(self._sum_of_rows(both))
+                for bias_I, sums in zip(self.d_bias_G2I[group].chunk(2), halves, strict=True):
+                    bias_I[: sums.shape[1]].copy_(sums[0, :inner])
             if not plain:
                 dout, x, both, product = (
                     self._over_rows(name, part)
@@ -183,6 +181,20 @@ class GroupedBackward(BlockBackward):
                 for part, target_GIH in zip(self._halves(both), (grads.gate_GIH, grads.up_GIH), strict=True):
                     if part.shape[1]:
                         project_over_rows(part[:, :inner], x, target_GIH[group])
+
+    def _sum_of_rows(self, values_rN: Tensor) -> Tensor:
+        """Return the sum of a group's rows as ``[1, N]``: fp32, or rounded to bf16 where all biases are bf16.
+
+        Such a sum is a product with ones. Its rounding is the one that the gradient of a bf16 bias gets anyway.
+        """
+        biases = (self.weights.gate_bias_GI, self.weights.up_bias_GI)
+        if all(bias_GI is None or bias_GI.dtype == values_rN.dtype for bias_GI in biases):
+            return values_rN.new_ones(1, len(values_rN)) @ values_rN
+        step, sums_1N = max(CHUNK // values_rN.shape[1], 1), values_rN.new_zeros(1, values_rN.shape[1]).float()
+        for part_rN in values_rN.split(step):
+            part32 = self.loader.scratch.get("summed", tuple(part_rN.shape), torch.float32)
+            sums_1N.add_(part32.copy_(part_rN).sum(0))
+        return sums_1N
 
     def _over_rows(self, name: str, values: Tensor) -> Tensor:
         """Return one group's rows as operands of a sum over them: zero padded to whole lanes and quantized in MX."""
