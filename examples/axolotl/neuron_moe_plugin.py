@@ -3,8 +3,7 @@
     plugins: [neuron_moe_plugin.NeuronMoEPlugin]
     neuron_moe: {precision: mxfp8, activations: minimal}
 
-Written against axolotl 0.19, which requires transformers 5.16.1. This package requires 5.17 or later, so the two have
-not run together.
+Needs axolotl 0.21, with transformers 5.20.1. ``scripts/check_axolotl.sh`` runs it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,7 +30,7 @@ def test_the_example_for_trl_is_the_one_that_the_page_runs() -> None:
 
 
 def test_the_plugin_for_axolotl_patches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a stand-in for the base class: axolotl needs another transformers."""
+    """With a stand-in for the base class: axolotl needs Python 3.12."""
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
     for name in ("axolotl", "axolotl.integrations"):
@@ -45,6 +47,14 @@ def test_the_plugin_for_axolotl_patches(monkeypatch: pytest.MonkeyPatch, capsys:
     report = report_of(model)
     assert report is not None and {entry.precision for entry in report.patched} == {"mxfp8"}
     assert "0 refused" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("axolotl") is None, reason="axolotl is not installed")
+def test_axolotl_trains_with_the_plugin() -> None:
+    command, environment = ["bash", "scripts/check_axolotl.sh"], os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "opened in stock transformers" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_lines_for_llama_factory_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
