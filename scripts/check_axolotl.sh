@@ -7,9 +7,15 @@
 # Of axolotl's pins one may have to be lifted: zstandard 0.22.0 has no wheels for Python 3.13.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
-python="$(command -v "${PYTHON:-python}")"
+found="$(command -v "${PYTHON:-python}")" || { echo "no Python: ${PYTHON:-python}" >&2; exit 1; }
+python="$(cd "$(dirname "$found")" && pwd)/$(basename "$found")"
 folder="$(mktemp -d)"
-trap 'rm -rf "$folder"' EXIT
+finish() {
+    local status=$?
+    if [ "$status" != 0 ] && [ -f "$folder/log" ]; then tail -40 "$folder/log" >&2; fi
+    rm -rf "$folder"
+}
+trap finish EXIT
 cd "$folder"
 export PATH="$(dirname "$python"):$PATH" # for the accelerate that axolotl starts
 export PYTHONPATH="$root:$root/examples/axolotl" HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 DO_NOT_TRACK=1
@@ -60,7 +66,7 @@ logging_steps: 1
 save_strategy: "no"
 output_dir: ./out
 YAML
-"$python" -m axolotl.cli.main train run.yaml >log 2>&1 || { tail -40 log >&2; exit 1; }
+timeout 280 "$python" -m axolotl.cli.main train run.yaml >log 2>&1
 grep -E "patched, .* refused" log
 "$python" - <<'PY'
 import re
@@ -72,6 +78,7 @@ from transformers import AutoModelForCausalLM
 losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", Path("log").read_text())]
 assert "2 patched, 0 skipped, 0 refused (precision mxfp8" in Path("log").read_text()
 assert len(losses) == 20 and sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
-AutoModelForCausalLM.from_pretrained("out")
+_, info = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True)
+assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
 print(f"axolotl {version('axolotl')}: loss {losses[0]:.2f} to {losses[-1]:.2f}, opened in stock transformers")
 PY

@@ -160,6 +160,13 @@ def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: 
     return arguments.arguments
 
 
+def _annotations(annotations: Mapping[str, Any], form: int) -> dict[str, Any]:
+    """Return annotations as Python 3.14 asks for them: their values. From these it makes the other forms itself."""
+    if form != 1:  # annotationlib.Format.VALUE
+        raise NotImplementedError
+    return dict(annotations)
+
+
 def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
     """Give a function of a record the record's fields as its arguments, with their order, types and defaults.
 
@@ -179,7 +186,7 @@ def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Return
         annotations = {name: hints[name] for name in declared.parameters} | {"return": returns}
         call.__annotations__ = annotations
         if sys.version_info >= (3, 14):  # there this is what functools.wraps copies
-            call.__annotate__ = lambda _: annotations
+            call.__annotate__ = functools.partial(_annotations, annotations)
         notes = argument_notes(function.__name__, declared.parameters)
         fill = textwrap.TextWrapper(116, " " * 4, " " * 8).fill
         lines = [fill(f"{name}: {note}") for name, note in notes.items()]

@@ -1,7 +1,8 @@
 """Biases of a block: those of down in its output, and the gradients of all.
 
 Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token, G groups: experts, or one dense MLP.
-Sums are fp32. The biases of gate and up are added where their products are made.
+Sums are fp32, but on CPUs those for bf16 biases of gate and up, which are rounded. These biases are added where their
+products are made.
 """
 
 from __future__ import annotations

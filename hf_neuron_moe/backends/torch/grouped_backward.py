@@ -183,12 +183,12 @@ class GroupedBackward(BlockBackward):
                         project_over_rows(part[:, :inner], x, target_GIH[group])
 
     def _sum_of_rows(self, values_rN: Tensor) -> Tensor:
-        """Return the sum of a group's rows as ``[1, N]``: fp32, or rounded to bf16 where all biases are bf16.
+        """Return the sum of a group's rows as ``[1, N]``: fp32, or on CPUs rounded to bf16 where all biases are bf16.
 
         Such a sum is a product with ones. Its rounding is the one that the gradient of a bf16 bias gets anyway.
         """
         biases = (self.weights.gate_bias_GI, self.weights.up_bias_GI)
-        if all(bias_GI is None or bias_GI.dtype == values_rN.dtype for bias_GI in biases):
+        if values_rN.is_cpu and all(bias_GI is None or bias_GI.dtype == values_rN.dtype for bias_GI in biases):
             return values_rN.new_ones(1, len(values_rN)) @ values_rN
         step, sums_1N = max(CHUNK // values_rN.shape[1], 1), values_rN.new_zeros(1, values_rN.shape[1]).float()
         for part_rN in values_rN.split(step):
