@@ -134,21 +134,21 @@ def _trained(
     model, config, setting = copy.deepcopy(subject.model), VARIANTS[name], subject.setting
     if config is not None:
         patch_model(model, config)
-    before_NL = token_losses(model, text.held_NL)
+    before_NL = after_NL = token_losses(model, text.held_NL)
     run = Trained(name, [(0, float(before_NL.mean()))], before_NL.mean(1).tolist())
     done = 0
 
     def after_step() -> None:
-        nonlocal done
+        nonlocal done, after_NL
         done += 1
         if done % subject.every == 0 or done == setting.steps:
-            run.curve.append((done, float(token_losses(model, text.held_NL).mean())))
+            after_NL = token_losses(model, text.held_NL)
+            run.curve.append((done, float(after_NL.mean())))
         progress(done)
 
     files = Run(folder / name.replace(" ", "-"), 0, after_step)
     # Its own evaluation is of one window only: the losses are measured here, at every point of the curve.
     measured = trained(model, experts_of(subject.model), (text.train_NL, text.held_NL[:1]), setting, files)
-    after_NL = token_losses(model, text.held_NL)
     run.after, run.train_losses = after_NL.mean(1).tolist(), measured["losses"]
     run.tokens_per_second = setting.batch * setting.length / measured["step_seconds"]
     run.saved_bytes_per_token = measured["saved_bytes_per_token"]

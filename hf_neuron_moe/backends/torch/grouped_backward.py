@@ -15,14 +15,17 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
     Batch,
     PreActivations,
     has_ones,
+    result_rows,
     sum_over_experts,
     tokens_operand,
 )
 from hf_neuron_moe.backends.torch.grouped_products import (
     each_run,
+    each_whole_run,
     project,
     project_over_rows,
     project_sums,
+    whole_rows,
 )
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiles import row_tiles
@@ -40,7 +43,7 @@ class GroupedBackward(BlockBackward):
         dx_RH = both_G2IH = x_op = None
         added = added_to_sums(self.weights.up_GIH, (self.weights.gate_bias_GI, self.weights.up_bias_GI), self.gating)
         if self.wants_input:
-            dx_RH = self.x_TH.new_empty((rows.count, self.x_TH.shape[1]), dtype=self.loader.compute.operand)
+            dx_RH = self.x_TH.new_empty((result_rows(rows), self.x_TH.shape[1]), dtype=self.loader.compute.operand)
             both_G2IH = None if self._rearranged else self.weights.both(self.loader.scratch)
         saved_up = 0 if self.saved.up is None else self.saved.up.shape[1]
         dout_op = tokens_operand(self.dout_TH, self.loader)
@@ -54,9 +57,12 @@ class GroupedBackward(BlockBackward):
                 pre.multiply(x_rH, missing_only=True)
             dout_rH = batch.take(dout_op)
             d_gate_up, inter = self._between(batch, pre, self._intermediate_grad(batch, dout_rH))
+            # In MX the input's gradient quantizes the operands that the weights' gradients copy; else those zero rows.
+            if dx_RH is not None and not self.loader.compute.mx:
+                self._input_grad(batch, dx_RH, d_gate_up, both_G2IH)
             if d_weights is not None:
                 self._weight_grads(d_weights, batch, d_gate_up, inter, dout_rH, x_rH)
-            if dx_RH is not None:
+            if dx_RH is not None and self.loader.compute.mx:
                 self._input_grad(batch, dx_RH, d_gate_up, both_G2IH)
         return None if dx_RH is None else sum_over_experts(dx_RH, rows).to(self.x_TH.dtype)
 
@@ -164,7 +170,8 @@ class GroupedBackward(BlockBackward):
             dout_rH = batch.take(self.dout_TH)
         x_rH = batch.take(self.x_TH) if x_rH is None or not plain else x_rH[:, : self.x_TH.shape[1]]
         whole = grads.gate_up_G2IH is not None and width == inner and not (compute.mx and grads.interleaved)
-        for group, dout, x, both, product in each_run(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
+        each = each_whole_run if plain else each_run
+        for group, dout, x, both, product in each(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
             if self.d_bias_G2I is not None:
                 halves = self._halves(self._sum_of_rows(both))
                 for bias_I, sums in zip(self.d_bias_G2I[group].chunk(2), halves, strict=True):
@@ -200,7 +207,7 @@ class GroupedBackward(BlockBackward):
         """Return one group's rows as operands of a sum over them: zero padded to whole lanes and quantized in MX."""
         loader, columns = self.loader, values.shape[1]
         tiles = row_tiles(len(values), self.rows.block_size) if loader.compute.mx else []
-        size = tiles[-1].start + tiles[-1].size if tiles else len(values)
+        size = tiles[-1].start + tiles[-1].size if tiles else whole_rows(len(values))
         operand = loader.scratch.get(f"rows_of_{name}", (size, columns), loader.compute.operand)
         loader.fill(operand, values)
         for tile in tiles:
@@ -216,11 +223,11 @@ class GroupedBackward(BlockBackward):
             for chunk in batch.chunks(columns):
                 loader.quantize(d_gate_up[chunk], axis=1)
         if both_G2IH is not None:
-            project(d_gate_up, both_G2IH.transpose(1, 2), batch.runs, loader, out_RH[batch.part])
+            project(d_gate_up, both_G2IH.transpose(1, 2), batch.runs, loader, out_RH[batch.room])
             return
         for group, start, end in batch.runs:
             both_12IH = self._padded_weights(slice(group, group + 1), columns)
-            project(d_gate_up, both_12IH.transpose(1, 2), [(0, start, end)], loader, out_RH[batch.part])
+            project(d_gate_up, both_12IH.transpose(1, 2), [(0, start, end)], loader, out_RH[batch.room])
 
     def _padded_weights(self, groups: slice, columns: int) -> Tensor:
         """Return gate and up of `groups` as ``[G, columns, H]``, one after the other, each zero padded to MX groups."""

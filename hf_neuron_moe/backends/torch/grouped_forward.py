@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.device_products import project_on_device
@@ -32,12 +33,12 @@ from hf_neuron_moe.backends.torch.ffn_forward import Added, Checkpoints, added_t
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.grouped_products import (
     ADDED,
-    ROW_MULTIPLE,
     Operand,
     adds_to_sums,
     project,
     project_sums,
     rows_with_ones,
+    whole_rows,
 )
 from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
 from hf_neuron_moe.backends.torch.tiles import Loader, lies_by_column
@@ -72,7 +73,16 @@ class Batch:
         self.runs = [(group, start - self.start, end - self.start) for group, start, end in runs]
         self.part, self.length = slice(self.start, stop), stop - self.start
         self.on_device = rows.on_device
-        self.size = self.length if rows.on_device else -(-self.length // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.size = self.length
+        """Rows of its buffers: as many more as are multiplied with those of the last run."""
+        if not rows.on_device:
+            first, last = self.runs[-1][1:]
+            self.size = max(self.length, first + whole_rows(last - first))
+
+    @property
+    def room(self) -> slice:
+        """Its part of a result of :func:`result_rows`, and the rows after it that its products may overwrite."""
+        return slice(self.start, self.start + self.size)
 
     @classmethod
     def cut(cls, rows: Rows, inner: int) -> Iterator[Batch]:
@@ -90,9 +100,11 @@ class Batch:
             yield cls(rows, batch)
 
     def take(self, values_TH: Tensor) -> Tensor:
-        """Return the batch's rows of a tensor of tokens."""
-        token_R = self.rows.token_R
-        return values_TH[self.part] if token_R is None else values_TH.index_select(0, token_R[self.part])
+        """Return the batch's rows of a tensor of tokens, and any others up to its size: a copy, if it has others."""
+        token_R, others = self.rows.token_R, self.size - self.length
+        if token_R is None:
+            return F.pad(values_TH[self.part], (0, 0, 0, others)) if others else values_TH[self.part]
+        return values_TH.index_select(0, F.pad(token_R[self.part], (0, others)))
 
     def chunks(self, inner: int) -> Iterator[slice]:
         """Cut the batch's rows for what is computed between the products."""
@@ -108,6 +120,14 @@ class Batch:
 
     def scale(self, chunk: slice) -> Tensor | None:
         return self.rows.scale(self.start + chunk.start, self.start + chunk.stop)
+
+
+def result_rows(rows: Rows) -> int:
+    """Return how many rows a result of the products needs: those of the call, and what the last run's are padded by."""
+    if not rows.runs:
+        return rows.count
+    _, start, end = rows.runs[-1]
+    return max(rows.count, start + whole_rows(end - start))
 
 
 def tokens_operand(values_TH: Tensor, loader: Loader, *, with_ones: bool = False) -> Tensor:
@@ -300,7 +320,7 @@ def grouped_forward(
     x_op, width = tokens_operand(x_TH, loader, with_ones=has_ones(added, loader)), loader.width(inner)
     bias_GH = None if weights.down_bias_GH is None or rows.token_R is not None else weights.down_bias_GH.float()
     sums = compute.mx and bias_GH is not None
-    out_rows = rows.count if rows.on_device is None else 0
+    out_rows = result_rows(rows) if rows.on_device is None else 0
     out_RH = x_TH.new_empty((out_rows, x_TH.shape[1]), dtype=torch.float32 if sums else compute.operand)
     for batch in Batch.cut(rows, inner):
         pre = PreActivations(weights, batch, loader, save, added, plain_up=gating.multiplies_by_up)
@@ -311,9 +331,9 @@ def grouped_forward(
         if batch.on_device is not None:
             out_RH = project_on_device(left_rI, weights.down_GHI, batch.on_device, loader)
         elif sums:
-            project_sums(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part], bias_GH)
+            project_sums(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.room], bias_GH)
         else:
-            project(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part], added_GN=bias_GH)
+            project(left_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.room], added_GN=bias_GH)
     return sum_over_experts(out_RH, rows)
 
 
@@ -357,7 +377,7 @@ def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
     """Add each token's rows in fp32: ``[T, H]``; those of other ranks' experts are zeros. Rows that are tokens stay."""
     slot_TK = rows.slot_TK
     if slot_TK is None:
-        return out_RH
+        return out_RH[: rows.count]
     if rows.on_device is not None:
         return _sum_on_device(out_RH, rows.on_device, slot_TK)
     if rows.end < rows.count:

@@ -33,12 +33,23 @@ from hf_neuron_moe.backends.torch.cpu.matmul import FEW_TOKENS, linear_into
 from hf_neuron_moe.backends.torch.experts import Runs
 from hf_neuron_moe.backends.torch.tiles import Loader
 
-ROW_MULTIPLE = 16  # so many rows are multiplied together where buffers have them: libraries keep code for each number
+ROW_MULTIPLE = 16  # so many rows are multiplied together at least (:func:`whole_rows`)
 FEW_ROWS = 64  # up to so many rows per group one call for all groups saves more time than it costs
 PIECE = 1 << 20  # about so many elements of a weight are cast or quantized at a time, which stay in the caches
 MOST_AT_ONCE = 1 << 21  # elements of a device's weight that are quantized at a time, or half of it
 ADDED = 16  # columns of a contraction axis for what is added to the sums: three, as libraries like them
 TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
+
+
+def whole_rows(rows: int) -> int:
+    """Return how many rows are multiplied together for a group's `rows`: a multiple of 16, for many rows of more.
+
+    oneDNN generates code for each number of rows, which takes as long as the product of some hundred rows, and keeps
+    that of its last 1024 shapes. Routing and texts of different lengths make other numbers in every step. Here there
+    are at most 32 between one power of two and the next.
+    """
+    multiple = max(ROW_MULTIPLE, (1 << rows.bit_length()) >> 6)
+    return -(-rows // multiple) * multiple
 
 
 def adds_to_sums(device: torch.device) -> bool:
@@ -152,7 +163,7 @@ def project_sums(
     assert isinstance(weight_GNK, Tensor)
     scratch, left32_RK, rows = loader.scratch, left_RK, len(left_RK)
     if not left_RK.is_cuda:
-        held = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        held = max(rows, runs[-1][1] + whole_rows(runs[-1][2] - runs[-1][1]))
         left32_RK = scratch.get("grouped_left_fp32", (held, left_RK.shape[1]), torch.float32)
         left32_RK[:rows].copy_(left_RK)
         left32_RK[rows:].zero_()
@@ -209,9 +220,21 @@ def each_run(runs: Runs, *tensors_R: Tensor) -> Iterator[tuple[Any, ...]]:
     return zip([group for group, _, _ in runs], *parts, strict=True)
 
 
+def each_whole_run(runs: Runs, *tensors_R: Tensor) -> Iterator[tuple[Any, ...]]:
+    """The same in descending order, with as many rows as are multiplied together: zeros are written after a run's.
+
+    These are the first rows of the runs before, which are then of no more use.
+    """
+    for group, start, end in reversed(runs):
+        stop = _padded(start, end, *tensors_R)
+        for tensor in tensors_R if stop > end else ():
+            tensor[end:stop].zero_()
+        yield group, *(tensor[start:stop] for tensor in tensors_R)
+
+
 def _padded(start: int, end: int, *buffers: Tensor) -> int:
-    """Where rows end that are multiplied together: a multiple of 16 after `start`, if the buffers have as many."""
-    return min(start + -(-(end - start) // ROW_MULTIPLE) * ROW_MULTIPLE, *map(len, buffers))
+    """Where rows end that are multiplied together: :func:`whole_rows` after `start`, if the buffers have as many."""
+    return min(start + whole_rows(end - start), *map(len, buffers))
 
 
 def project_over_rows(left_RM: Tensor, right_RN: Tensor, out_MN: Tensor) -> None:
