@@ -70,7 +70,7 @@ def upcycled(source: str | None, layers: int, steps: int | None, seed: int) -> S
     llama, tokenizer = load() if source is None else _llama(source)
     taken = choose_layers(llama.config.num_hidden_layers, min(layers, llama.config.num_hidden_layers))
     model = upcycle(llama, Experts(taken, EXPERTS, seed=seed))
-    setting = Setting(steps or 15, batch=2, length=96, learning_rate=2e-4)
+    setting = Setting(steps or 12, batch=2, length=96, learning_rate=2e-4)
     title = (
         f"a Mixtral of {model.num_parameters() / 1e6:,.0f} M parameters, made from {len(taken)} of the "
         f"{llama.config.num_hidden_layers} layers of {source or 'SmolLM2-135M-Instruct'}"
@@ -83,7 +83,7 @@ def upcycled(source: str | None, layers: int, steps: int | None, seed: int) -> S
 
 
 def _every(setting: Setting) -> int:
-    return max(1, setting.steps // 5)
+    return max(1, setting.steps // 4)
 
 
 def _llama(source: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
