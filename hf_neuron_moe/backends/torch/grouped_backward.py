@@ -25,7 +25,6 @@ from hf_neuron_moe.backends.torch.grouped_products import (
     project,
     project_over_rows,
     project_sums,
-    whole_rows,
 )
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiles import row_tiles
@@ -207,7 +206,7 @@ class GroupedBackward(BlockBackward):
         """Return one group's rows as operands of a sum over them: zero padded to whole lanes and quantized in MX."""
         loader, columns = self.loader, values.shape[1]
         tiles = row_tiles(len(values), self.rows.block_size) if loader.compute.mx else []
-        size = tiles[-1].start + tiles[-1].size if tiles else whole_rows(len(values))
+        size = tiles[-1].start + tiles[-1].size if tiles else len(values)
         operand = loader.scratch.get(f"rows_of_{name}", (size, columns), loader.compute.operand)
         loader.fill(operand, values)
         for tile in tiles:
