@@ -5,6 +5,7 @@
     python benchmarks/blocks.py --isa native                # all that the processor has
     python benchmarks/blocks.py --isa avx2                  # as on a CPU without bf16 instructions
     python benchmarks/blocks.py --isa native --only busy    # with one core occupied by another process
+    python benchmarks/blocks.py --isa native --only varied  # with other numbers of tokens in every step
     python benchmarks/blocks.py --isa native --only many    # many experts: one after another, and all at once
 
 Each instruction set is measured in a process of its own, and ratios are taken within one. Every ratio divides medians
@@ -24,6 +25,7 @@ Legend: H hidden, I intermediate, E experts, K experts per token, T tokens.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -32,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,8 @@ WAYS = {"chosen": "auto", "one by one": "0", "at once": "1"}
 DECODE_TOKENS = (1, 8, 32)
 TRAIN_TOKENS = (64, 256, 512, 1024, 2048)
 BUSY_TOKENS = 512
-PARTS = ("train", "decode", "generate", "busy", "many")
+VARIED_STEPS = 60  # as many as it takes until libraries have met most shapes that they keep code for
+PARTS = ("train", "decode", "generate", "busy", "varied", "many")
 NEW_TOKENS = 24
 GENERATION_LAYERS = 8
 PROGRESS_S = 3.0
@@ -124,9 +127,9 @@ class Block(nn.Module):
         return out
 
 
-def make_inputs(case: Case, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(case: Case, tokens: int, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states, a routing drawn uniformly without replacement, and normalized fp32 weights."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, case.H, generator=generator).to(dtype)
     if not case.E:
         return x, torch.empty(0), torch.empty(0)
@@ -135,18 +138,32 @@ def make_inputs(case: Case, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Te
     return x, index, weights
 
 
-def train_step(block: Block, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
-    """Forward and backward with gradients for inputs, routing weights and parameters."""
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Leaves of a training step: hidden states, routing and its weights, and the gradient of the result."""
+
+
+def as_batch(inputs: tuple[Tensor, Tensor, Tensor]) -> Batch:
+    """Return copies that get gradients."""
     x, index, weights = inputs
     x = x.clone().requires_grad_()
     if weights.numel():
         weights = weights.clone().requires_grad_()
-    dout = torch.randn_like(x)
+    return x, index, weights, torch.randn_like(x)
+
+
+def train_step(block: Block, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
+    """Forward and backward with gradients for inputs, routing weights and parameters."""
+    return train_steps(block, itertools.repeat(as_batch(inputs)))
+
+
+def train_steps(block: Block, batches: Iterable[Batch]) -> Callable[[], None]:
+    """The same, of the next batch in every call."""
+    turns = iter(batches)
 
     def step() -> None:
-        for parameter in block.parameters():
-            parameter.grad = None
-        x.grad = None
+        x, index, weights, dout = next(turns)
+        for leaf in (x, weights, *block.parameters()):
+            leaf.grad = None
         block(x, index, weights).backward(dout)
 
     return step
@@ -406,6 +423,30 @@ def bench_busy(case: Case, repeats: int, progress: Progress) -> dict[str, Any]:
     return {"case": asdict(case), "times": times, "loss": loss, "best_stock": best}
 
 
+def bench_varied(case: Case, steps: int, slow: float, progress: Progress) -> dict[str, Any]:
+    """A training step in bf16 on as many tokens in every step, and on other numbers of them, half of T to T.
+
+    That is what texts of different lengths make, and routing makes it in every step. Libraries keep code by shape.
+    """
+    draw = random.Random(0)
+    counts = [draw.randint(case.T // 2, case.T) for _ in range(steps + 1)]
+    varied = [as_batch(make_inputs(case, count, torch.bfloat16, seed)) for seed, count in enumerate(counts)]
+    same = itertools.repeat(as_batch(make_inputs(case, 3 * case.T // 4, torch.bfloat16)))
+    blocks = {precision: patched_block(case, precision) for precision in ("bf16", "mxfp8")}
+    blocks |= {f"stock_{name}": Block(case, torch.bfloat16, name) for name in stock_implementations(case)}
+
+    times = {}
+    for kind, batches in (("same", same), ("varied", varied)):
+        contestants = {name: train_steps(block, batches) for name, block in blocks.items()}
+        times[kind] = time_in_turns(contestants, steps, slow, f"{kind} tokens", progress)
+    medians = {kind: {name: entry["median_s"] for name, entry in part.items()} for kind, part in times.items()}
+    best = {kind: min(set(part) - {"bf16", "mxfp8"}, key=part.__getitem__) for kind, part in medians.items()}
+    speedup = {
+        kind: {name: part[best[kind]] / part[name] for name in ("bf16", "mxfp8")} for kind, part in medians.items()
+    }
+    return {"case": asdict(case), "times": times, "best_stock": best, "speedup_over_best_stock": speedup}
+
+
 def computed(step: Callable[[], None], way: str) -> Callable[[], None]:
     """Let `step` compute experts in that way; the variable is otherwise read once in a process."""
 
@@ -474,6 +515,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(generation_table(report["generate"]))
     if report.get("busy"):
         console.print(busy_table(report["busy"]))
+    if report.get("varied"):
+        console.print(varied_table(report["varied"]))
     if report.get("many"):
         console.print(many_table(report["many"]))
 
@@ -500,6 +543,20 @@ def busy_table(entries: dict[str, Any]) -> Table:
             free, busy = (entry["times"][kind][name]["median_s"] * 1e3 for kind in ("free", "busy"))
             row += [f"{free:.0f}", f"{busy:.0f}", f"{entry['loss'][name]:.0%}"]
         table.add_row(*row)
+    return table
+
+
+def varied_table(entries: dict[str, Any]) -> Table:
+    table = Table(
+        "shape", "tokens", "bf16 ms", "mxfp8 ms", "best stock ms", "stock/bf16", "stock/mxfp8",
+        title="a training step, as many tokens in every step and other numbers of them",
+    )  # fmt: skip
+    for entry in entries.values():
+        for kind, times in entry["times"].items():
+            names = ("bf16", "mxfp8", entry["best_stock"][kind])
+            cells = [f"{times[name]['median_s'] * 1e3:.0f}" for name in names]
+            ratios = [f"{ratio:.2f}" for ratio in entry["speedup_over_best_stock"][kind].values()]
+            table.add_row(Case(**entry["case"]).label, kind, *cells, *ratios)
     return table
 
 
@@ -611,7 +668,7 @@ def main() -> None:
     if arguments.isa == "avx2":
         restart_with_isa(arguments.isa)
     progress = Progress(console)
-    report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}, "busy": {}, "many": {}}
+    report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}, "busy": {}, "varied": {}, "many": {}}
     native = bf16_matmul_is_fast(torch.device("cpu"))
     if arguments.only in (None, "generate"):
         report["generate"] = bench_generation(arguments.repeats, progress)
@@ -634,6 +691,8 @@ def main() -> None:
             report["decode"][name] = bench_decode(case, arguments.repeats, progress)
         if arguments.only == "busy":
             report["busy"][name] = bench_busy(replace(case, T=BUSY_TOKENS), arguments.repeats, progress)
+        if arguments.only == "varied":
+            report["varied"][name] = bench_varied(case, VARIED_STEPS, arguments.slow, progress)
         if arguments.json:  # after every shape: the slow stock contestants make this a long run
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report, console)

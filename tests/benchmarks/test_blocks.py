@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from rich.console import Console
 
 
@@ -74,6 +75,35 @@ def test_a_busy_core_costs_time(blocks: ModuleType) -> None:
     console = Console(file=io.StringIO(), width=160)
     blocks.show({"machine": {}, "train": {}, "decode": {}, "busy": {"a": entry}}, console)
     assert "%" in console.file.getvalue()
+
+
+@pytest.mark.slow
+def test_varied_steps_have_other_tokens_and_are_compared(blocks: ModuleType) -> None:
+    case = blocks.Case("a", 64, 128, 64, 4, 2)
+    entry = blocks.bench_varied(case, 3, 1.0, blocks.Progress(Console(quiet=True)))
+    assert set(entry["times"]) == set(entry["speedup_over_best_stock"]) == {"same", "varied"}
+    for kind, times in entry["times"].items():
+        assert set(times) == {"bf16", "mxfp8", "stock_eager", "stock_grouped_mm"}
+        best = times[entry["best_stock"][kind]]["median_s"]
+        assert best == min(times[name]["median_s"] for name in times if name.startswith("stock"))
+        assert entry["speedup_over_best_stock"][kind]["bf16"] == best / times["bf16"]["median_s"]
+    console = Console(file=io.StringIO(), width=160)
+    blocks.show({"machine": {}, "train": {}, "decode": {}, "varied": {"a": entry}}, console)
+    assert "varied" in console.file.getvalue()
+
+
+def test_a_step_takes_the_next_batch(blocks: ModuleType) -> None:
+    case = blocks.Case("a", 64, 128, 64, 4, 2)
+    seen: list[int] = []
+    block = blocks.Block(case, torch.float32, "eager")
+    block.mlp.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    batches = [blocks.as_batch(blocks.make_inputs(case, count, torch.float32)) for count in (3, 5)]
+    step = blocks.train_steps(block, batches)
+    step()
+    first = block.mlp.down_proj.grad.clone()
+    step()
+    assert seen == [3, 5] and not torch.equal(first, block.mlp.down_proj.grad)
+    assert batches[1][0].grad is not None and batches[1][0].grad.shape == (5, case.H)
 
 
 def test_the_decode_table_names_the_tokens_in_its_columns_only(blocks: ModuleType) -> None:
