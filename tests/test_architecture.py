@@ -28,6 +28,7 @@ def figures() -> code_figures.Figures:
     return code_figures.measure()
 
 
+@pytest.mark.slow
 def test_imports_point_down(figures: code_figures.Figures) -> None:
     assert figures.up == []
 

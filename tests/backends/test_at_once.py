@@ -228,6 +228,7 @@ class TestCounts:
         assert counts["host_synchronizations"] == 0
 
     @pytest.mark.parametrize("precision", PRECISIONS)
+    @pytest.mark.slow
     def test_peak_memory(self, layer: Layer, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Weights included. Only of fp32 products: bf16 ones have no tiles, and more memory one after the other."""
         monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: False)

@@ -38,7 +38,7 @@ def token_counts_of_products(block: torch.nn.Module, x_TH: torch.Tensor, sizes: 
     """Yield the extents that are none of the weights' of every product of a forward and a backward."""
     x_TH.requires_grad_()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as watched:
-        block(x_TH[None]).sum().backward()
+        block(x_TH[None]).add_(1.0).sum().backward()  # in place, as some models add to it
     for event in watched.events() or ():
         if event.name in PRODUCTS:
             left = next(shape for shape in event.input_shapes if len(shape) == 2)

@@ -36,6 +36,7 @@ def test_a_dry_run_measures_bytes_and_no_times() -> None:
 @no_gpu
 @pytest.mark.triton
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["first", "every"])
+@pytest.mark.slow
 def test_every_row_of_the_table_of_tiles_is_a_step_that_runs(every: bool) -> None:
     pytest.importorskip("triton")
     from hf_neuron_moe.backends.triton.launch_grid import candidates

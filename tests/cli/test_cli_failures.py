@@ -206,6 +206,7 @@ def test_signals_unwind_and_end_with_their_code(number, code, model_dir, repo_ro
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_signals_in_destructors_are_not_lost(name, code, model_dir, repo_root, tmp_path):
     """Python only reports what is raised there, and goes on."""
     destructor = f"type('Dying', (), {{'__del__': lambda self: signal.raise_signal(signal.{name})}})()"

@@ -266,6 +266,7 @@ def test_a_dense_block_in_bf16_counts_as_one_expert():
 _ONE = (("mlp", None), ("experts", 1))
 
 
+@pytest.mark.slow
 def test_the_copies_are_those_of_the_patch_report(run, tmp_path):
     """Before a machine is there, and by the backend on the contract double."""
     model = tiny_model("mixtral", num_hidden_layers=2, hidden_size=512, intermediate_size=64).bfloat16()
@@ -336,6 +337,7 @@ def test_the_command_tells_the_least_time(run, mixtral_dir):
     assert run("estimate", mixtral_dir, *options, "--block-size", 384).code == 2
 
 
+@pytest.mark.slow
 def test_the_command_knows_frozen_blocks_long_calls_and_the_memory(run, mixtral_dir):
     options = ["--activations", "minimal", "--device", "trn2"]
     lora = run("estimate", mixtral_dir, "--length", 2048, "--lora-rank", 4, *options)

@@ -249,6 +249,7 @@ def old_arguments(raw: dict[str, Tensor], intermediate: Tensor) -> dict[str, Any
     packed=st.booleans(),
     shape=st.sampled_from([(128, 256, 640), (256, 640, 128)]),
 )
+@pytest.mark.slow
 def test_release_2_30_in_any_mixture_of_modes(modes: tuple[str, ...], packed: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(sum(shape))
     raw = problem(*shape)

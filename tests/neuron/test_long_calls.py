@@ -132,6 +132,7 @@ def test_a_model_warns_once(case: Case, short: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("ignore:.*more than 32 tokens")
+@pytest.mark.slow
 def test_compiled_models_choose_without_a_graph_break(short: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     double = short(monkeypatch, target="trn2")
     model, _ = patched(EXPERTS, "neuron", fallback="torch")

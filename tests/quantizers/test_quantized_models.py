@@ -186,6 +186,7 @@ def test_what_a_block_says_of_itself(converted: Converted) -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
+@pytest.mark.slow
 def test_a_frozen_model_is_one_graph(converted: Converted, family: str) -> None:
     model = load(converted(family, precision="mxfp8"))
     expected = logits(model)

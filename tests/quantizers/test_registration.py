@@ -40,6 +40,7 @@ def test_the_method_is_registered_in_either_order(first: str) -> None:
     assert result.stdout == REGISTERED, result.stderr
 
 
+@pytest.mark.slow
 def test_waiting_costs_no_import_and_leaves_no_trace() -> None:
     code = (
         "import sys\n"

@@ -57,6 +57,7 @@ def step(call: Any, block: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.slow
 def test_a_block_is_one_graph_forward_and_backward(family: str, backend: str) -> None:
     options = [("bf16", "minimal", "kernel")]
     if backend == "aot_eager":  # of the others, the compiler behind it sees nothing: the work is in the operators

@@ -122,6 +122,7 @@ def test_exact_sums_have_equal_roundings(precision: str, layout: str) -> None:
 @pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("gate", [Gate(), Gate("squared_relu", gated=False)], ids=["gated", "plain"])
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.slow
 def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"transposed": transposed, "interleaved": False, "wants": Wants()}
     expected = run("triton", "mxfp8", "minimal", gate, **options)
@@ -134,6 +135,7 @@ def test_codes_give_what_their_values_give(gate: Gate, transposed: bool, monkeyp
 @pytest.mark.thinned(2, 2)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize(("policy", "inner"), [("minimal", 520), ("recompute", 72)])
+@pytest.mark.slow
 def test_what_is_made_again_has_the_forward_s_bits(precision: str, policy: str, inner: int) -> None:
     """From 512 columns of up on, ``"minimal"`` saves a part of them."""
     options = {"transposed": False, "interleaved": True, "wants": Wants(), "inner": inner}
@@ -161,6 +163,7 @@ def test_every_kernel_takes_part(precision: str, monkeypatch: pytest.MonkeyPatch
     assert counts == expected
 
 
+@pytest.mark.slow
 def test_only_what_is_wanted() -> None:
     options = {"transposed": False, "interleaved": False}
     every = run("triton", "mxfp8", "minimal", Gate(), **options, wants=Wants())
@@ -186,6 +189,7 @@ def test_a_patched_model_trains() -> None:
     assert (gradients[0] - gradients[1]).norm() <= 2**-6 * gradients[1].norm()
 
 
+@pytest.mark.slow
 def test_fp32_operands_are_rounded_to_bf16_before_mx() -> None:
     options = {"transposed": False, "interleaved": False, "wants": Wants()}
     whole, rounded = (

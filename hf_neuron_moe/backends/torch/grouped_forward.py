@@ -104,7 +104,8 @@ class Batch:
         token_R, others = self.rows.token_R, self.size - self.length
         if token_R is None:
             return F.pad(values_TH[self.part], (0, 0, 0, others)) if others else values_TH[self.part]
-        return values_TH.index_select(0, F.pad(token_R[self.part], (0, others)))
+        token_r = token_R[self.part]
+        return values_TH.index_select(0, F.pad(token_r, (0, others)) if others else token_r)
 
     def chunks(self, inner: int) -> Iterator[slice]:
         """Cut the batch's rows for what is computed between the products."""
@@ -376,8 +377,8 @@ def _intermediate(batch: Batch, loader: Loader, width: int, *, with_ones: bool) 
 def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
     """Add each token's rows in fp32: ``[T, H]``; those of other ranks' experts are zeros. Rows that are tokens stay."""
     slot_TK = rows.slot_TK
-    if slot_TK is None:
-        return out_RH[: rows.count]
+    if slot_TK is None:  # a view could not be changed in place by its user
+        return out_RH if len(out_RH) == rows.count else out_RH[: rows.count].clone()
     if rows.on_device is not None:
         return _sum_on_device(out_RH, rows.on_device, slot_TK)
     if rows.end < rows.count:
