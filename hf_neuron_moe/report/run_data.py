@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from hf_neuron_moe.errors import ReportError, public
 from hf_neuron_moe.precision_map import spelled
+from hf_neuron_moe.report.forms import RECORD, RUN, STUDY, WATCHED
 
 RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
 METRICS_FILE, EVALUATIONS_FILE, GUARD_FILE = "metrics.jsonl", "evaluations.jsonl", "guard.jsonl"
@@ -33,7 +36,7 @@ class RunData:
     @property
     def entries(self) -> list[dict[str, Any]]:
         """Entries of the patch report: one per candidate module."""
-        return list(self.run.get("patch", {}).get("entries", []))
+        return list(self.run["patch"].get("entries", []))
 
     @property
     def model(self) -> str:
@@ -86,7 +89,7 @@ def read_runs(directory: Path) -> Contents:
     folders = [place / RUN_FOLDER for place in places] if not (directory / RUN_FILE).is_file() else [directory]
     runs = [_run(folder) for folder in folders if (folder / RUN_FILE).is_file()]
     found = [place for place in places if (place / STUDY_FILE).is_file()]
-    studies = [StudyData(place.resolve().name, _object(place / STUDY_FILE, ("models",))) for place in found]
+    studies = [StudyData(place.resolve().name, _object(place / STUDY_FILE, STUDY)) for place in found]
     if not runs and not studies:
         listed = ", ".join(sorted(path.name for path in directory.iterdir())[:6]) or "nothing"
         remedy = "Give the folder that `hf-neuron-moe train`, `parity`, NeuronMoETrainer or NeuronMoECallback wrote."
@@ -95,14 +98,14 @@ def read_runs(directory: Path) -> Contents:
 
 
 def _run(folder: Path) -> RunData:
-    name, run = folder.resolve().parent.name, _object(folder / RUN_FILE, ("patch", "config"))
-    files = (METRICS_FILE, EVALUATIONS_FILE, GUARD_FILE)
-    metrics, evaluations, guard = (list(_lines(folder / file)) for file in files)
+    name, run = folder.resolve().parent.name, _object(folder / RUN_FILE, RUN)
+    files = ((METRICS_FILE, RECORD), (EVALUATIONS_FILE, RECORD), (GUARD_FILE, WATCHED))
+    metrics, evaluations, guard = (list(_lines(folder / file, form)) for file, form in files)
     losses: dict[str, dict[float, float]] = {}  # of a step that was evaluated twice the later one
     for record in evaluations or _history(folder.parent / STATE_FILE):
         for key, value in record.items():
             counts = key.startswith("eval_") and key.endswith("loss") and not key.endswith("aux_loss")
-            if counts and isinstance(value, int | float):
+            if counts and (isinstance(value, float) or (type(value) is int and abs(value) < 1 << 53)):
                 losses.setdefault(key, {})[float(record["step"])] = float(value)
     return RunData(name, run, metrics, {key: sorted(values.items()) for key, values in losses.items()}, guard)
 
@@ -113,39 +116,50 @@ def _history(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         history = json.loads(path.read_text(encoding="utf-8")).get("log_history")
-        return [record for record in history if isinstance(record.get("step"), int)]
-    except (ValueError, AttributeError, TypeError) as error:
+        return [record for record in history if isinstance(step := record.get("step"), int) and 0 <= step < 1 << 53]
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise _damaged(path, "the Trainer's state with its log_history", str(error)) from error
 
 
-def _object(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
+def _object(path: Path, form: TypeAdapter[Any]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, "JSON in UTF-8", str(error)) from error
-    found: dict[str, Any] = content if isinstance(content, dict) else {}
-    if lacking := [key for key in needed if not isinstance(found.get(key), dict)]:
-        raise _damaged(path, f"a JSON object with the objects {', '.join(needed)}", f"one without {lacking[0]}")
-    return found
+    return _of_form(content, form, path)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path, form: TypeAdapter[Any]) -> Iterator[dict[str, Any]]:
     """The records of a file, none where there is none; a last line that was cut off by the run's end is left out."""
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except ValueError as error:
+        raise _damaged(path, "one JSON object per line, in UTF-8", str(error)) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return
             raise _damaged(path, "one JSON object per line", f"line {number}: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise _damaged(path, "one JSON object with a step per line", f"line {number}: {line[:40]}")
-        yield record
+        yield _of_form(record, form, path, f"line {number}")
+
+
+def _of_form(content: Any, form: TypeAdapter[Any], path: Path, where: str = "") -> dict[str, Any]:
+    """Return `content`, JSON of `where` in a file, if it has the form of what this package writes."""
+    try:
+        form.validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ", ".join([*([where] if where else ()), ".".join(map(str, first["loc"]))]).strip(", ")
+        got = f"{first['input']!r:.40}" + (f" ({place})" if place else "")
+        raise _damaged(path, f"what a run writes: {first['msg'][0].lower()}{first['msg'][1:]}", got) from error
+    found: dict[str, Any] = content
+    return found
 
 
 def _wrong(directory: Path, got: str, remedy: str) -> ReportError:

@@ -202,7 +202,7 @@ def _worst(health: Mapping[str, Any]) -> Table:
         ("saturated", "largest share saturated", max),
         ("amax", "largest magnitude", max),
     ):
-        values = [tensor[key] for tensor in tensors if tensor.get(key) is not None]
+        values = [tensor[key] for tensor in tensors if tensor and tensor.get(key) is not None]
         rows.append((text, f"{most(values):.4g}" if values else "-"))
     return Table(("over all modules, last sample", "value"), rows)
 
@@ -227,7 +227,8 @@ def load_section(run: RunData) -> Section:
     drawn = [heat_map(names, columns, cells, title=caption, alt=alt, unit="x mean", low=0.0, thresholds=[DEAD])]
     lines = []
     for name, module in list(zip(names, modules))[:: max(1, len(modules) // 6)][:6]:
-        entropy = {float(record["step"]): record["experts"][module]["entropy"] for record in logged}
+        of_module = [record for record in logged if module in record["experts"]]
+        entropy = {float(record["step"]): record["experts"][module]["entropy"] for record in of_module}
         known = [(step, value) for step, value in entropy.items() if value is not None]
         lines += [band_of_runs(name, {"": known})] if known else []
     if len(logged) > 1 and lines:

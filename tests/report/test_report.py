@@ -6,9 +6,12 @@ import base64
 import hashlib
 import inspect
 import json
+import math
 import re
+import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +203,7 @@ def test_a_page_without_a_single_health_figure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "got"),
-    [("{", "Expecting property name"), ("[]", "one without patch"), ('{"patch": 3}', "one without patch")],
+    [("{", "Expecting property name"), ("[]", "[]"), ('{"patch": 3, "config": {}}', "3 (patch)"), ("[" * 99_999, "")],
 )
 def test_damaged_files_are_refused(content: str, got: str, tmp_path: Path) -> None:
     (tmp_path / "neuron_moe").mkdir()
@@ -215,6 +218,60 @@ def test_damaged_metrics_are_refused_with_the_line(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with refused(ReportError, path, "line 2"):
         read_runs(tmp_path)
+
+
+HOSTILE: tuple[Any, ...] = (None, "x", -1, True, [], {}, [[]], {"a": {"b": 1}}, math.inf, 10**400, [None], {"": None})
+
+
+def places(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the container and the key of every value in JSON."""
+    keys: Any = content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+    for key in keys:
+        yield content, key
+        yield from places(content[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "guard.jsonl", "../trainer_state.json", "parity.json"])
+def test_a_file_with_another_value_is_shown_or_refused(name: str, tmp_path: Path) -> None:
+    """Every value in turn becomes one of another form."""
+    write_run(tmp_path)
+    record = {"step": 2, "health": {"m.0": health(30.0)}, "experts": {"m.0": {"load": [1, 2], "entropy": 0.5}}}
+    alarm = {"step": 2, "block": "m.0", "product": "down", "operand": "w", "result": None, "figure": "amax"}
+    alarm |= {"value": 1.0, "low": None, "high": 0.5, "expert": -1, "process": 0}
+    figures = {"m.0": {"down": {"w": {"sqnr_db": 30.0, "worst": 1e-3, "amax": 2.0}}}}
+    variant = {"last_mean": 2.0, "seed_spread_percent": 1.0, "difference_percent": 0.5, "reference": "stock"}
+    exact = {"largest_difference": 0.0, "steps": 2, "goal": 0.1, "met": True}
+    contents: dict[str, dict[str, Any]] = {
+        "run.json": json.loads((tmp_path / "neuron_moe" / "run.json").read_text()),
+        "metrics.jsonl": {**record, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 5.0},
+        "guard.jsonl": {"step": 2, "blocks": figures, "alarms": [alarm]},
+        "../trainer_state.json": {"log_history": [{"step": 2, "eval_loss": 2.0}]},
+        "parity.json": {
+            "models": {"m": {"stock": {"0": [2.0, 1.0]}, "mxfp8": {"0": [2.0, 1.1]}}},
+            "summary": {"m": {"variants": {"mxfp8": {**variant, "goal_percent": 1.0, "met": True}}, "fp32": exact}},
+            "saved_bytes_per_token": {"m": {"stock": 10.0}},
+        },
+    }
+    if name == "../trainer_state.json":
+        (tmp_path / "neuron_moe" / "evaluations.jsonl").unlink(missing_ok=True)
+    if name == "parity.json":
+        shutil.rmtree(tmp_path / "neuron_moe")
+    path = tmp_path / name if name == "parity.json" else tmp_path / "neuron_moe" / name
+    shown = refusals = 0
+    for container, key in list(places(contents[name])):
+        right = container[key]
+        for wrong in HOSTILE:
+            container[key] = wrong
+            path.write_text(json.dumps(contents[name]) + "\n")
+            try:
+                render(read_runs(tmp_path), "json")
+                shown += 1
+            except ReportError as error:
+                assert path.name in str(error)
+                refusals += 1
+        container[key] = right
+    assert shown and refusals
 
 
 def test_wrong_places_are_refused_with_what_was_expected(tmp_path: Path) -> None:
