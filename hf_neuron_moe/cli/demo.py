@@ -26,7 +26,7 @@ def demo(
     ),
     layers: Annotated[int, typer.Option(min=1, help="Layers of the checkpoint that the Mixtral is made of.")] = 12,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Steps of each run. Default: 15; with --tiny 40.")
+        int | None, typer.Option(min=1, max=100_000, help="Steps of each run. Default: 12; with --tiny 40.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of new weights.")] = 0,
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in a web browser.")] = False,

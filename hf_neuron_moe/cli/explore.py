@@ -160,7 +160,7 @@ def _show_plan(result: Exploration, line: Callable[[str], None]) -> None:
 
 
 def _percent(change: float, loss: float) -> str:
-    return f"{100 * change / loss:+.3f} %"
+    return f"{round(100 * change / loss, 3) + 0.0:+.3f} %"  # no minus before zeros
 
 
 def _measured(row: Ranked, loss: float) -> str:

@@ -48,16 +48,20 @@ def train(
 
     words = list(context.args)
     if list_configs:
-        typer.echo("\n".join(f"{name:32} {configs.summary_of(name)}" for name in configs.names()))
+        about = {name: configs.summary_of(name) for name in configs.names()}
+        text = "\n".join(f"{name:32} {summary}" for name, summary in about.items())
+        typer.echo(json.dumps({"ok": True, "configs": about}) if as_json else text)
         return
     if show_config is not None:
         typer.echo(configs.find(show_config).read_text(encoding="utf-8"), nl=False)
         return
     _prepare()
     from hf_neuron_moe.finetune.reading import parser_of, read_options
+    from hf_neuron_moe.finetune.train_options import known_options
 
     if list_keys is not None:
-        typer.echo(parser_of(list_keys).format_help())
+        text = parser_of(list_keys).format_help()
+        typer.echo(json.dumps({"ok": True, "keys": known_options(list_keys)}) if as_json else text)
         return
     if not words:
         raise typer.BadParameter("a YAML file or the name of a configuration is needed.", param_hint="CONFIG")

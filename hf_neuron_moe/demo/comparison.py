@@ -180,7 +180,7 @@ def saved_by_policy(model: MixtralForCausalLM) -> dict[str, float]:
     ids_BL = torch.randint(256, (2, HELD_OUT_LENGTH), generator=generator)
     saved = {}
     config_of_one = copy.deepcopy(model.config)
-    config_of_one.num_hidden_layers, config_of_one.vocab_size = 1, 256
+    config_of_one.num_hidden_layers, config_of_one.vocab_size, config_of_one.pad_token_id = 1, 256, None
     for name, (dtype, config) in SAVED.items():
         with torch.random.fork_rng():
             torch.manual_seed(0)

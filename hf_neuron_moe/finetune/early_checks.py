@@ -9,6 +9,7 @@ import os
 import tempfile
 import textwrap
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
 )
 
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend, trains_quantized
@@ -104,8 +107,15 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def check_leftovers(options: Options) -> None:
-    """Refuse to write a whole model next to an adapter, or the reverse: ``from_pretrained`` opens only one of them."""
+    """Refuse to write over the model, and a whole model next to an adapter, or the reverse.
+
+    ``from_pretrained`` opens only one of the two.
+    """
     folder, adapters = options.training.output_dir, bool(options.lora.lora_rank)
+    model = Path(options.model.model)
+    if model.is_dir() and model.resolve() == Path(folder).resolve():
+        fix = "Name another folder, or continue the run in it with --resume and the model that it began with."
+        raise bad("output_dir", "another folder than the model's, which the run reads", repr(folder), fix)
     if not adapters and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
         fix = "Name another folder, or set lora_rank as that run did."
         raise bad("output_dir", "a folder without an adapter when a whole model is trained", repr(folder), fix)
@@ -121,9 +131,26 @@ def check_loading(options: Options) -> None:
     known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if way and "/" not in way and way.rpartition("|")[2] not in known:  # a kernel of the Hub is a name with a slash
         raise not_one_of("attn_implementation", way, known).named("train")
+    _check_attention(way or "")
     if (getattr(options.training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         fix = "Leave it out. For data that is tokenized already, use TRL's SFTTrainer in a script of your own."
         raise bad("dataset_kwargs", "without skip_prepare_dataset, since this command reads text", "true", fix)
+
+
+def _check_attention(way: str) -> None:
+    """Refuse ways of attention that need a package or a device which is not here."""
+    here = torch.accelerator.is_available()
+    name = way.rpartition("|")[2]
+    needed = {
+        "flash_attention_2": ("the package flash-attn and a GPU", here and is_flash_attn_2_available()),
+        "flash_attention_3": ("the package flash-attn-3 and a GPU", here and is_flash_attn_3_available()),
+        "flex_attention": ("a GPU, since on CPUs it has no backward", here),
+    }
+    if "/" in name:
+        needed[name] = ("the package kernels", find_spec("kernels") is not None)
+    expected, met = needed.get(name, ("", True))
+    if not met:
+        raise bad("attn_implementation", f"one that works here: {name} needs {expected}", repr(way), "Use sdpa.")
 
 
 def check_files(options: Options) -> None:

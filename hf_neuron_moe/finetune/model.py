@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +20,12 @@ from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.report import PatchReport
 from hf_neuron_moe.patching.update import set_backend
 from hf_neuron_moe.training.prepare import is_patched
+
+REFUSALS = (
+    *(OSError, ImportError, ValueError, RuntimeError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError, StrictDataclassError),
+)
+"""What transformers raises for configurations, tokenizers and weights that it cannot load, most of it unchecked."""
 
 
 def load_tokenizer(options: ModelOptions, chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -40,8 +48,8 @@ def load_tokenizer(options: ModelOptions, chat_template: str | None = None) -> P
 def _tokenizer(argument: str, name: str, revision: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
-        got = f"{name!r}: {str(error).strip().splitlines()[0].rstrip('.')}"
+    except REFUSALS as error:
+        got = f"{name!r}: {one_line(error)}"
         fix = "Correct the name, or name another tokenizer: --tokenizer."
         raise bad(argument, "a folder or hub id with a tokenizer", got, fix) from error
 
@@ -54,19 +62,22 @@ def load_model(options: ModelOptions) -> PreTrainedModel:
     if options.layout:
         extra["distributed_config"] = options.layout
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             options.model, revision=options.revision, dtype=options.dtype, **extra
         )
+        if model.generation_config is not None:
+            model.generation_config.validate(strict=True)  # else saving the model would raise, after the training
+        return model
     except NeuronMoEError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except REFUSALS as error:
         if options.layout:
             sizes = " x ".join(f"{key} {size}" for key, size in options.layout.items())
             fix = "Start as many processes with torchrun as the product of tp_size, fsdp_size and dp_replicate_size."
             expected, got = "a layout that fits the processes there are", f"{sizes} ({one_line(error)[:300]})"
             raise bad(", ".join(options.layout), expected, got, fix) from error
-        if isinstance(error, RuntimeError):
-            raise
         fix = "Correct model or attn_implementation, or download the weights first."
         got = f"{options.model!r}: {one_line(error)}"
         argument = "attn_implementation" if options.attn_implementation else "model"

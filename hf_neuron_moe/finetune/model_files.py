@@ -39,6 +39,8 @@ def folder_of(argument: str, name: str, revision: str) -> Path:
         if Path(name).name == f"tiny-{family}" and family.replace("-", "_") in TINY_FAMILIES:
             made = f"hf-neuron-moe tiny-model {family.replace('-', '_')} {shlex.quote(name)}"
             fix = f"Correct the path, or make it: `{made}`."
+        if Path(name).is_dir():
+            raise bad("revision", "left out with a folder, which has none", repr(revision), "Leave it out.")
         raise bad(argument, "an existing folder or a hub id", f"{name!r}, a folder that does not exist", fix)
     return folder
 

@@ -299,6 +299,8 @@ def _built(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str
                 resolve_backend(str(values.get("neuron_backend", "auto")), torch.device("cpu"))
             fix = "To rehearse on a CPU add --use_cpu true, and --neuron_backend torch where it names another."
         about = "bf16" if "use_cpu" in got else blamed(got, places, values)
+        if "fp16 and bf16" in got:
+            about, got, fix = "bf16, fp16", "true for both", "Leave one out."
         raise bad(about, "what TRL and transformers take", got, fix) from error
 
 
@@ -313,6 +315,10 @@ def blamed(message: str, places: Mapping[str, str], values: Mapping[str, Any]) -
     texts = ((key, values.get(key)) for key in places)
     shown = (key for key, text in texts if not words.isdisjoint(text if isinstance(text, list) else [str(text)]))
     return next(named, None) or next((key for key in shown if not isinstance(values[key], int | float)), "options")
+
+
+def _names_values(value: object) -> bool:
+    return value is None or isinstance(value, dict)
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -330,6 +336,14 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("dataset_num_proc", lambda count: count is None or count >= 1, "at least 1", "Leave it out for one process."),
     ("pad_to_multiple_of", lambda size: size is None or size >= 1, "at least 1", "Leave it out for no multiple."),
     ("output_dir", bool, "the name of a folder", "Name one."),
+    *(
+        (name, lambda beta: 0 <= beta < 1, "at least 0 and less than 1", "0.9 and 0.999 are the defaults.")
+        for name in ("adam_beta1", "adam_beta2")
+    ),
+    ("adam_epsilon", lambda epsilon: 0 <= epsilon < math.inf, "a finite number, 0 or more", "1e-8 is the default."),
+    ("neftune_noise_alpha", lambda alpha: alpha is None or 0 <= alpha < math.inf, "0 or more", "Or leave it out."),
+    ("dataloader_prefetch_factor", lambda count: count is None or count >= 1, "at least 1", "Leave it out for 2."),
+    ("gradient_checkpointing_kwargs", _names_values, "names and values", "Write use_reentrant: false below it."),
     *(
         (name, lambda seed: seed is None or 0 <= seed < 2**32, "0 or more, and below 2**32", "42 is the default.")
         for name in ("seed", "data_seed")
@@ -364,8 +378,11 @@ def _checked(options: Options) -> Options:
     if training.max_steps <= 0 and not 0 < training.num_train_epochs < math.inf:
         fix = "3 is the default; max_steps counts steps instead."
         raise bad("num_train_epochs", "a positive number", training.num_train_epochs, fix)
+    for key in ("lora_merge", "lora_targets", "lora_parameters", "lora_alpha", "lora_dropout"):
+        if key in options.places and "lora_rank" not in options.places and getattr(lora, key):
+            raise bad(key, "used with lora_rank", "no lora_rank", "Set lora_rank, or leave it out.")
     if lora.lora_merge and not lora.lora_rank:
-        raise bad("lora_merge", "used with lora_rank", "no lora_rank", "Set lora_rank, or leave it out.")
+        raise bad("lora_merge", "used with a lora_rank above 0", 0, "Set lora_rank, or leave lora_merge out.")
     if lora.lora_parameters and lora.lora_dropout:
         raise bad("lora_dropout", "0 with lora_parameters", lora.lora_dropout, "Set lora_dropout: 0.")
     if training.eval_strategy != "no" and not options.has_evaluation:

@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate import DistributedType
 from transformers import set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_neuron_moe.backends.neuron.adapter import Adapter
@@ -75,6 +76,9 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
         if quiet:
             for callback in (PrinterCallback, ProgressCallback):
                 trainer.remove_callback(callback)
+        out = Path(options.training.output_dir)
+        if (out / TRAINER_STATE_NAME).is_file() and not checkpoint_to_resume(options):
+            tell(f"{out} holds a run that ended, and this one writes over it; --resume would continue it")
         return _train(trainer, options, tell)
 
 
@@ -174,7 +178,7 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
             metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
         except NeuronMoEError:
             raise
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, AssertionError, ImportError) as error:
             key, resumed = blamed(str(error), options.places, vars(options.training)), checkpoint_to_resume(options)
             if resumed and (isinstance(error, KeyError) or "state dict" in str(error)):
                 fix = "Resume with the settings of the run that wrote it."

@@ -124,7 +124,7 @@ def write_page(text: str, path: Path) -> int:
         got = "a folder" if path.is_dir() else f"a name in {path.parent}, which is no folder"
         remedy = "Name a file (-o FILE.html) in a folder that exists."
         raise DestinationError.about(str(path), _WRITABLE, got, remedy)
-    page = text.encode()
+    page = text.encode(errors="replace")  # names of files may hold bytes that are no text
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(page)

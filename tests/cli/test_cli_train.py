@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_neuron_moe.finetune import configs
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.tiny_models import tiny_config
 
@@ -41,6 +42,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
 
 
 def test_configurations_are_listed_and_shown(run: Any) -> None:
+    listed = json.loads(run("train", "--list-configs", "--json").out)
+    assert listed["ok"] and listed["configs"].keys() == set(configs.names()) and all(listed["configs"].values())
+    keys = json.loads(run("train", "--list-keys", "dpo", "--json").out)["keys"]
+    assert {"model", "beta", "neuron_precision"} <= set(keys)
     shown = run("train", "--list-configs")
     assert shown.code == 0 and "mixtral-8x7b " in shown.out and "distributed/deepseek-v3-trn2" in shown.out
     shown = run("train", "--show-config", "mixtral-8x7b")

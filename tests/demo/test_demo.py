@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.demo import smollm2
-from hf_neuron_moe.demo.comparison import SAVED, VARIANTS, token_losses
+from hf_neuron_moe.demo.comparison import SAVED, VARIANTS, saved_by_policy, token_losses
 from hf_neuron_moe.demo.speeches import held_out_windows, speeches, token_windows
 from hf_neuron_moe.demo.subject import tiny
 from tests.browsing import SCHEMES, clipped, violations, visited
@@ -152,3 +152,16 @@ def test_options_that_contradict_each_other_and_a_folder_that_is_a_file(
     (tmp_path / "file").touch()
     assert call("--tiny", "--output", tmp_path / "file") == 4
     assert "must be a folder" in capsys.readouterr().err
+
+
+def test_saved_bytes_are_measured_whatever_token_pads() -> None:
+    """The block that is measured has a vocabulary of its own."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    plain, padded = (
+        MixtralForCausalLM(
+            MixtralConfig(**sizes, num_key_value_heads=2, num_hidden_layers=1, num_local_experts=4, pad_token_id=pad)
+        )
+        for pad in (None, 511)
+    )
+    saved = saved_by_policy(padded)
+    assert saved == saved_by_policy(plain) and saved.keys() == SAVED.keys() and min(saved.values()) > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
-from hf_neuron_moe.finetune import check, configs, model_files, read_options
+from hf_neuron_moe.finetune import check, configs, early_checks, model_files, read_options
 from hf_neuron_moe.finetune.early_checks import (
     check_packing,
     check_quantized_backend,
@@ -26,6 +28,7 @@ from hf_neuron_moe.finetune.early_checks import (
     masks_with_positions,
 )
 from hf_neuron_moe.finetune.kernels import check_kernels
+from hf_neuron_moe.finetune.model import load_model, load_tokenizer
 from hf_neuron_moe.finetune.model_files import check_weights, longest_input, read_config
 from hf_neuron_moe.finetune.train_options import Options
 from tests.finetune.data_files import ROWS, write
@@ -154,14 +157,75 @@ def test_models_with_a_state_do_not_pack(config: dict[str, Any], got: str) -> No
         check_packing(options("m", packing=True), content)
 
 
-def test_documents_are_packed_where_the_mask_is_made_with_positions(models: dict[str, Path]) -> None:
+def test_documents_are_packed_where_the_mask_is_made_with_positions(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for family in ("llama", "mixtral", "qwen3_moe"):
         check(options(models[family], packing=True))
     with refused(ConfigError, "packing", "wrapped", got="true, and GptOssForCausalLM, whose mask is made without"):
         check(options(models["gpt_oss"]))  # text is packed by default
     check(options(models["gpt_oss"], packing_strategy="wrapped"))
     check(options(models["gpt_oss"], packing="false"))
+    monkeypatch.setattr(early_checks, "_check_attention", lambda way: None)  # as on a GPU with the package
     check(options(models["gpt_oss"], attn_implementation="flash_attention_2"))
+
+
+@pytest.mark.parametrize("way", ["flash_attention_2", "flash_attention_3", "flex_attention", "some/kernel"])
+def test_attention_that_cannot_run_here_is_refused(way: str, models: dict[str, Path]) -> None:
+    assert not torch.accelerator.is_available() and find_spec("kernels") is None, "the test knows CPUs without kernels"
+    with refused(ConfigError, "attn_implementation", f"{way} needs", got=repr(way)):
+        check(options(models["llama"], attn_implementation=way))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "64"},
+        {"hidden_size": -1},
+        {"hidden_size": 128},
+        {"vocab_size": 10},
+        {"hidden_act": "foo"},
+        {"num_attention_heads": 0},
+        {"quantization_config": 5},
+        {"dtype": "foo"},
+        [],
+    ],
+    ids=str,
+)
+def test_a_model_that_transformers_cannot_load_is_named(change: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["mixtral"], tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change if change else change))
+    with refused(ConfigError, "model", got=repr(str(tmp_path / "model"))):
+        load_model(options(tmp_path / "model").model)
+
+
+def test_what_could_not_be_saved_later_is_found_when_it_is_loaded(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["llama"], tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": false}')
+    with refused(ConfigError, "model", got=repr(str(tmp_path / "model"))):
+        load_model(options(tmp_path / "model").model)
+
+
+def test_a_damaged_tokenizer_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["llama"], tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with refused(ConfigError, "model", "tokenizer", got=repr(str(tmp_path / "model"))):
+        load_tokenizer(options(tmp_path / "model").model)
+
+
+def test_a_revision_of_a_folder_is_an_error(models: dict[str, Path]) -> None:
+    with refused(ConfigError, "revision", got="'abc'"):
+        check(options(models["llama"], revision="abc"))
+
+
+def test_a_run_does_not_write_over_the_model_that_it_reads(models: dict[str, Path]) -> None:
+    model = models["llama"]
+    for same in (str(model), f"{model}/", f"{model}/../{model.name}"):
+        for rank in (0, 4):
+            with refused(ConfigError, "output_dir", "another folder than the model's", got=repr(same)):
+                check(options(model, output_dir=same, lora_rank=rank))
+    check(options(model, output_dir=f"{model}/run"))
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *OTHER_GATES, *OTHER_CALLS))
@@ -400,7 +464,7 @@ def test_targets_of_adapters_are_looked_for_before_loading(
             training(options(model, lora_rank=4, lora_targets=fine))
     with refused(ConfigError, "lora_targets", got="roj"):
         training(options(long_models["llama"], lora_rank=4, lora_targets="roj"))
-    training(options(long_models["llama"], lora_targets="qproj"))  # there are no adapters
+    training(options(long_models["llama"], lora_rank=0, lora_targets="qproj"))  # there are no adapters
     given = {"lora_rank": 4, "lora_targets": "qproj", "lora_parameters": "mlp.down_proj.weight"}
     training(options(long_models["llama"], **given))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")

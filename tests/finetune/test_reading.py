@@ -80,7 +80,9 @@ def test_what_the_head_of_a_configuration_names_is_there(name: str, repo_root: P
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> None:
-    options = options_of("tiny-mixtral", "--max_steps", "3", "--neuron-precision", "mxfp8", "--lora_targets", "q", "v")
+    options = options_of(
+        "tiny-mixtral", "--max_steps", "3", "--neuron-precision", "mxfp8", "--lora_targets", "q", "v", "--lora_rank=2"
+    )
     assert options.training.max_steps == 3
     assert options.training.neuron_precision == "mxfp8"
     assert options.training.per_device_train_batch_size == 4
@@ -88,6 +90,19 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> Non
     assert options.places["max_steps"] == "command line" and options.places["dtype"].endswith("mixtral.yaml, line 5")
     again = options_of("tiny-mixtral", "--learning_rate=1e-4", "--no_neuron_patch", "--weight_decay", "0")
     assert (again.training.learning_rate, again.training.neuron_patch) == (1e-4, False)
+
+
+@pytest.mark.parametrize(
+    "option", ["lora_merge=true", "lora_targets=q_proj", "lora_parameters=mlp.x", "lora_alpha=8", "lora_dropout=0.1"]
+)
+def test_options_of_adapters_ask_for_a_rank(option: str) -> None:
+    with refused(ConfigError, option.partition("=")[0], "used with lora_rank", got="no lora_rank"):
+        options_of("tiny-mixtral", f"--{option}")
+
+
+def test_two_half_precisions_are_both_named() -> None:
+    with refused(ConfigError, "bf16, fp16", got="true for both"):
+        options_of("tiny-mixtral", "--bf16", "true", "--fp16", "true", "--use_cpu", "true")
 
 
 def test_values_are_of_their_fields_types(tmp_path: Path) -> None:
@@ -172,6 +187,11 @@ WRONG = [
     ("num_train_epochs: 0", "num_train_epochs", "got 0.0"),
     ("lora_alpha: .nan", "lora_alpha", "got nan"),
     ("weight_decay: .inf", "weight_decay", "got inf"),
+    ("adam_beta1: 2", "adam_beta1", "got 2.0"),
+    ("adam_beta2: 1", "adam_beta2", "got 1.0"),
+    ("adam_epsilon: -1", "adam_epsilon", "got -1.0"),
+    ("neftune_noise_alpha: -3", "neftune_noise_alpha", "got -3.0"),
+    ("gradient_checkpointing_kwargs: foo", "gradient_checkpointing_kwargs", "foo"),
     *((f"{key}: -1", key, "got -1") for key in ("per_device_eval_batch_size", "dataloader_num_workers")),
     *((f"{key}: 0", key, "got 0") for key in ("pad_to_multiple_of", "dataset_num_proc")),
 ]

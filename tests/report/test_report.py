@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -507,3 +508,11 @@ def test_the_same_facts_as_markdown_and_json(tmp_path: Path, monkeypatch: pytest
     assert "## Runs" in markdown and "(12 of 40 rows)" in markdown
     for block in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in block.splitlines()}) == 1
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    """As Python reads names in an ASCII locale: bytes that it cannot decode are halves of surrogates."""
+    folder = tmp_path / os.fsdecode(b"run \xff")
+    write_run(folder)
+    write_report(read_runs(folder), tmp_path / "page.md", "md")
+    assert "run ?" in (tmp_path / "page.md").read_text(encoding="utf-8")
