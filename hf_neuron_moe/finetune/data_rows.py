@@ -97,6 +97,9 @@ class Reader:
             raise BadRow("strings and lists of messages in one row", "Write all of them in one of these forms.")
         answers = [made[name] for name in names if name != "prompt"]
         if isinstance(answers[0], list):
+            if self.kind == "preference" and "prompt" not in made and answers[0][0] != answers[1][0]:
+                fix = "Begin both with the messages of the prompt, or write these in a column prompt."
+                raise BadRow("chosen and rejected that do not begin with the same message", fix)
             for answer in answers:
                 self._render([*made.get("prompt", []), *answer], row)
         return made | {EMPTY: not all(map(_is_filled, answers))}
@@ -111,6 +114,8 @@ class Reader:
             tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         except ValueError as error:
             raise BadRow(f"{shown(row['tools'])} in column 'tools'", "Write a list of tools, or it as JSON.") from error
+        if tools is not None and not isinstance(tools, list):
+            raise BadRow(f"{shown(tools)} in column 'tools'", "Write a list of tools, or it as JSON.")
         try:
             self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **more)
         except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
@@ -155,8 +160,9 @@ def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
         content = given.get("content") if given.get("content") is not None else given.get("value")
         role = _SHAREGPT.get(str(role), role)
         if role not in ROLES:
-            near = nearest(str(role), [*ROLES, *_SHAREGPT])
-            raise BadRow(f"role {shown(role)} {where}", f"Write one of {', '.join(ROLES)}.{near}")
+            known = [*ROLES, *(_SHAREGPT if column == "conversations" else ())]
+            near = nearest(str(role), known)
+            raise BadRow(f"role {shown(role)} {where}", f"Write one of {', '.join(dict.fromkeys(known))}.{near}")
         if not isinstance(content, str | list) and not (content is None and given.get("tool_calls")):
             raise BadRow(f"content {shown(content)} {where}", "Write a string.")
         made.append({"role": role, "content": content})

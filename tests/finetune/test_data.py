@@ -211,6 +211,7 @@ def test_empty_rows_are_left_out_with_a_warning(models: dict[str, Path], tmp_pat
         ([{"prompt": "a", "completion": CHATS[0]}], "strings and lists of messages in one row"),
         ([{"instruction": None, "output": "b"}], "null in column 'instruction'"),
         ([ROWS["messages"][0] | {"tools": "nope"}], "str 'nope' in column 'tools' (FILE, line 1)"),
+        ([ROWS["messages"][0] | {"tools": 5}], "int '5' in column 'tools' (FILE, line 1)"),
         ([ROWS["messages"][0] | {"chat_template_kwargs": "x"}], "str 'x' in column 'chat_template_kwargs'"),
     ],
 )
@@ -220,6 +221,25 @@ def test_what_is_wrong_in_a_row_names_its_line(
     file = write(tmp_path, rows)
     with refused(ConfigError, "train_files", got=got.replace("FILE", str(file))):
         loaded(models["llama"], file, tmp_path)
+
+
+def test_answers_to_compare_begin_alike(models: dict[str, Path], tmp_path: Path) -> None:
+    file = write(tmp_path, [{"chosen": CHATS[0], "rejected": [CHATS[0][0], CHATS[1][1]]}] * 2)
+    assert len(loaded(models["llama"], file, tmp_path, method="dpo").train) == 2
+    file = write(tmp_path, [{"chosen": CHATS[0], "rejected": CHATS[0][1:]}])
+    got = f"chosen and rejected that do not begin with the same message ({file}, line 1)"
+    with refused(ConfigError, "train_files", got=got):
+        loaded(models["llama"], file, tmp_path, method="dpo")
+
+
+@pytest.mark.parametrize(("column", "names"), [("messages", "assistant, tool"), ("conversations", "tool, human, gpt")])
+def test_roles_that_may_be_written_are_those_of_the_column(
+    column: str, names: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write(tmp_path, [{column: [{"role": "robot", "content": "a"}]}])
+    with refused(ConfigError, "train_files", f"Write one of .*{names}") as caught:
+        loaded(models["llama"], file, tmp_path)
+    assert ("Did you mean 'bot'?" in str(caught.value)) == (column == "conversations")
 
 
 def test_lines_are_counted_over_files_and_blank_lines(models: dict[str, Path], tmp_path: Path) -> None:
