@@ -83,7 +83,11 @@ def files_of(patterns: Sequence[str], argument: str) -> list[str]:
     files = [path for pattern in named for path in sorted(glob.glob(pattern)) or [pattern]]
     missing = [path for path in files if not Path(path).is_file()]
     if missing:
-        raise bad(argument, "existing files", f"nothing at {', '.join(missing)}", "Correct the path.")
+        folders = [path for path in missing if Path(path).is_dir()]
+        got, fix = f"nothing at {', '.join(missing)}", "Correct the path."
+        if folders:
+            got, fix = f"the folder {folders[0]}", f"Name its files, for example {Path(folders[0]) / '*.jsonl'}."
+        raise bad(argument, "existing files", got, fix)
     return files
 
 

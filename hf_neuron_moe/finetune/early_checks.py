@@ -132,7 +132,14 @@ def check_loading(options: Options) -> None:
     if way and "/" not in way and way.rpartition("|")[2] not in known:  # a kernel of the Hub is a name with a slash
         raise not_one_of("attn_implementation", way, known).named("train")
     _check_attention(way or "")
-    if (getattr(options.training, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+    kwargs = getattr(options.training, "dataset_kwargs", None) or {}
+    if others := sorted(set(kwargs) - {"skip_prepare_dataset"}):
+        fix = "Leave it out: TRL reads skip_prepare_dataset alone."
+        raise bad("dataset_kwargs", "left out", ", ".join(others), fix)
+    if getattr(options.training, "model_init_kwargs", None):
+        fix = "Use the options model, revision, dtype and attn_implementation."
+        raise bad("model_init_kwargs", "left out, since the model is loaded by options of their own", "some", fix)
+    if kwargs.get("skip_prepare_dataset"):
         fix = "Leave it out. For data that is tokenized already, use TRL's SFTTrainer in a script of your own."
         raise bad("dataset_kwargs", "without skip_prepare_dataset, since this command reads text", "true", fix)
 

@@ -50,7 +50,8 @@ def _tokenizer(argument: str, name: str, revision: str) -> PreTrainedTokenizerBa
         return AutoTokenizer.from_pretrained(name, revision=revision)
     except REFUSALS as error:
         got = f"{name!r}: {one_line(error)}"
-        fix = "Correct the name, or name another tokenizer: --tokenizer."
+        other = "a .jinja file" if argument == "chat_template_path" else "another tokenizer: --tokenizer"
+        fix = f"Correct the name, or name {other}."
         raise bad(argument, "a folder or hub id with a tokenizer", got, fix) from error
 
 

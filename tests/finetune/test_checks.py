@@ -87,6 +87,7 @@ def test_names_that_are_no_folder_and_not_known_to_the_hub(tmp_path: Path, monke
 
 def test_every_mistake_names_file_and_line(models: dict[str, Path], tmp_path: Path) -> None:
     write(tmp_path, [{"text": "a"}, {"text": None}])
+    (tmp_path / "a_folder").mkdir()
     file = tmp_path / "mine.yaml"
     head = f"use_cpu: true\nmodel: {models['llama']}\n"
     for line, argument, got in (
@@ -103,6 +104,9 @@ def test_every_mistake_names_file_and_line(models: dict[str, Path], tmp_path: Pa
         ("train_files: rows.txt\nneuron_backend: foo", "neuron_backend", "'foo'"),
         ("train_files: rows.txt\nattn_implementation: spda", "attn_implementation", "'spda'"),
         ("train_files: rows.txt\ndataset_kwargs: {skip_prepare_dataset: true}", "dataset_kwargs", "true"),
+        ("train_files: rows.txt\ndataset_kwargs: {foo: 1}", "dataset_kwargs", "foo"),
+        ("train_files: rows.txt\nmodel_init_kwargs: {foo: 1}", "model_init_kwargs", "some"),
+        ("train_files: [a_folder]", "train_files", "the folder a_folder"),
     ):
         file.write_text(f"{head}{line}\n", encoding="utf-8")
         with refused(ConfigError, argument, got=got, where=f"{file}, line {3 + line.count(chr(10))}"):

@@ -39,6 +39,16 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(tokens()).logits
 
 
+def test_a_run_says_that_it_writes_over_one_that_ended(models: dict[str, Path], tmp_path: Path) -> None:
+    given = words(models["llama"], write(tmp_path, ROWS["text"]), tmp_path / "out", max_steps=1, save_strategy="steps")
+    said = []
+    for more in ([], [], ["--resume_from_checkpoint", "true"]):
+        told: list[str] = []
+        finetune(read_options([*given, "--save_steps", "1", *more]), told.append)
+        said.append(any("holds a run that ended, and this one writes over it" in line for line in told))
+    assert said == [False, True, False]
+
+
 def test_full_fine_tuning_of_chats_ends_in_a_stock_checkpoint_with_a_card(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
