@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in an environment that this script makes when it is missing.
 #
-#   bash scripts/test.sh                  everything, and of cases that repeat others a tenth
+#   bash scripts/test.sh                  everything, and of cases that repeat others a sixteenth
 #   bash scripts/test.sh --fast           without slow tests and repeated cases, property tests with the same examples
 #   bash scripts/test.sh --all-cases      everything
 #   bash scripts/test.sh -k swizzle -x    further arguments go to pytest

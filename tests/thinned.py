@@ -8,7 +8,7 @@ the others too.
 ``@pytest.mark.sampled(n)``: the first of every n cases is in every run, the others get the mark ``repeated``.
 ``--fast`` leaves them out, so values may be lost there. For tests whose cases take long together. Mutants run all.
 
-``scripts/test.sh`` draws a tenth of the cases that ``--fast`` leaves out, by the run's seed: other cases in each run,
+``scripts/test.sh`` draws a sixteenth of the cases that ``--fast`` leaves out, by the run's seed: other cases in each run,
 like the examples of property tests. Runs of single files have all of them.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-DRAWN = 1 / 10
+DRAWN = 1 / 16
 
 
 def thin(items: Iterable[pytest.Item], every: bool = False) -> None:
