@@ -8,8 +8,8 @@ the others too.
 ``@pytest.mark.sampled(n)``: the first of every n cases is in every run, the others get the mark ``repeated``.
 ``--fast`` leaves them out, so values may be lost there. For tests whose cases take long together. Mutants run all.
 
-``scripts/test.sh`` draws a sixteenth of the cases that ``--fast`` leaves out, by the run's seed: other cases in each run,
-like the examples of property tests. Runs of single files have all of them.
+``scripts/test.sh`` draws a sixteenth of the cases that ``--fast`` leaves out, by the run's seed. So each run
+has others, like the examples of property tests. Runs of single files have all of them.
 """
 
 from __future__ import annotations
