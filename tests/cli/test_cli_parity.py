@@ -228,6 +228,7 @@ def test_a_short_text_names_what_is_needed_and_the_steps_that_fit(parity: Run, t
     assert "a smaller --batch or --length" in parity("--recipe", "bf16", source=short).err
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_before_a_step(parity: Run, mixtral: Path, recipe: Path, tmp_path: Path) -> None:
     recipe.write_text('"*": mxfp8\n"model.layers.7.*": bf16\n', encoding="utf-8")
     bare, dense = tmp_path / "bare", tmp_path / "gpt2"

@@ -72,6 +72,7 @@ def test_both_together_in_parts_and_in_a_dry_run(run: Any, two_layers: Path, tmp
     assert again.code != 0 and "(precision mxfp8, *.0.mlp: bf16, model.layers.0.*: bf16, layout kernel)" in again.err
 
 
+@pytest.mark.slow
 def test_plan_and_estimate_take_a_recipe(run: Any, two_layers: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.json"
     recipe.write_text(json.dumps(MAP))

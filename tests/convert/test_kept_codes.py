@@ -286,6 +286,7 @@ def test_other_sources_with_powers_of_two(form: str, checkpoint: Any, tmp_path: 
     assert words_of(tmp_path / "dst", "model.layers.1.mlp.experts", fmt)[0].fmt.name == fmt
 
 
+@pytest.mark.slow
 def test_codes_that_lie_across_the_contraction_are_quantized_again(tmp_path: Path) -> None:
     """Transposed experts of an FP8 file have blocks along their outputs."""
     source, _ = aria(tmp_path / "src", 512, 64)

@@ -226,6 +226,7 @@ def test_auto_resumes_from_complete_checkpoints_only(models: dict[str, Path], tm
 @pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("error:The following:RuntimeWarning")
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "w2"]])
+@pytest.mark.slow
 def test_adapters_that_peft_moves_onto_experts_are_resumed(
     models: dict[str, Path], tmp_path: Path, targets: list[str]
 ) -> None:
@@ -246,6 +247,7 @@ def test_adapters_that_peft_moves_onto_experts_are_resumed(
     assert (tmp_path / "out" / "train_results.json").read_text() == written and '"train_loss"' in written
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_not_resumed(models: dict[str, Path], tmp_path: Path) -> None:
     file, full, lora = write(tmp_path, ROWS["text"]), tmp_path / "full", tmp_path / "lora"
     keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}

@@ -136,6 +136,7 @@ def test_tensors_without_values_have_the_shapes(fmt: str) -> None:
     assert words.is_meta and (words.shape, words.dtype) == (real_words.shape, real_words.dtype)
 
 
+@pytest.mark.slow
 def test_layouts_are_traced_with_sizes_that_stay_open() -> None:
     for function, tensor in (
         (swizzle, torch.randn(4, 160)),

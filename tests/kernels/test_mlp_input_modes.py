@@ -80,6 +80,7 @@ def forward_argument(name: str, raw_FK: Tensor, mode: str, packed: bool) -> dict
         pytest.param(8, 2176, 128, False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_forward_in_all_modes(tokens: int, hidden: int, inner: int, packed: bool) -> None:
     raw = {
         "hidden": rows_of(tokens, hidden),
@@ -186,6 +187,7 @@ def problem(tokens: int, hidden: int, inner: int) -> dict[str, Tensor]:
         pytest.param(128, 256, 640, False, "fp8", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_backward_with_any_of_the_five_quantized_operands(
     tokens: int, hidden: int, inner: int, packed: bool, mode: str
 ) -> None:

@@ -356,6 +356,7 @@ class Shapes:
     [("recompute", lambda program: program), ("fp8", functionalize)],
     ids=["plain", "functionalized"],
 )
+@pytest.mark.slow
 def test_the_operators_bodies_can_be_traced(machine: Machine, keep: str, through: Callable[..., Any]) -> None:
     """``nki_op`` traces into the body: no value may be read, nothing of the trace may be kept."""
     machine()

@@ -169,6 +169,7 @@ def test_logits_are_those_of_the_patched_original(precision: Any, layout: str, t
         ("nemotron_h", UNGATED, False, "mixer.gate", 3),
     ],
 )
+@pytest.mark.slow
 def test_a_model_s_life(
     family: str, sizes: dict[str, int], coded: bool, router: str, adapted_layers: int, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_layouts_that_transformers_does_not_run_are_refused(family: str, sizes: 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "layout"), [("llama", Layout(tp=2)), ("mixtral", Layout(tp=2))])
+@pytest.mark.slow
 def test_patched_blocks_save_this_ranks_part_of_the_intermediate_size(family: str, layout: Layout) -> None:
     whole, half = (meta_estimate(family, each).policies[0].blocks_bytes_per_token for each in (None, layout))
     config = tiny_config(family)
@@ -172,6 +173,7 @@ def meta_estimate(family: str, layout: Layout | None, **options: Any) -> Trainin
     return result
 
 
+@pytest.mark.slow
 def test_experts_of_other_ranks_bring_a_row_per_token() -> None:
     """Of 4 experts on 2 ranks a token with 2 needs a rank's in 5 of 6 cases; at worst all tokens need this rank."""
     config, result = tiny_config("mixtral"), meta_estimate("mixtral", Layout(ep=2, fsdp=2))

@@ -173,6 +173,7 @@ def test_only_what_is_wanted() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_a_patched_model_trains() -> None:
     model = tiny_model("mixtral").bfloat16().train()
     losses, gradients = [], []
