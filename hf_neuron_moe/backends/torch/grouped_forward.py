@@ -38,7 +38,7 @@ from hf_neuron_moe.backends.torch.grouped_products import (
     project,
     project_sums,
     rows_with_ones,
-    whole_rows,
+    whole_end,
 )
 from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
 from hf_neuron_moe.backends.torch.tiles import Loader, lies_by_column
@@ -73,11 +73,8 @@ class Batch:
         self.runs = [(group, start - self.start, end - self.start) for group, start, end in runs]
         self.part, self.length = slice(self.start, stop), stop - self.start
         self.on_device = rows.on_device
-        self.size = self.length
+        self.size = self.length if rows.on_device else whole_end(self.runs)
         """Rows of its buffers: as many more as are multiplied with those of the last run."""
-        if not rows.on_device:
-            first, last = self.runs[-1][1:]
-            self.size = max(self.length, first + whole_rows(last - first))
 
     @property
     def room(self) -> slice:
@@ -125,10 +122,7 @@ class Batch:
 
 def result_rows(rows: Rows) -> int:
     """Return how many rows a result of the products needs: those of the call, and what the last run's are padded by."""
-    if not rows.runs:
-        return rows.count
-    _, start, end = rows.runs[-1]
-    return max(rows.count, start + whole_rows(end - start))
+    return max(rows.count, whole_end(rows.runs))
 
 
 def tokens_operand(values_TH: Tensor, loader: Loader, *, with_ones: bool = False) -> Tensor:

@@ -52,6 +52,11 @@ def whole_rows(rows: int) -> int:
     return -(-rows // multiple) * multiple
 
 
+def whole_end(runs: Runs) -> int:
+    """Return where the rows end that are multiplied together with those of the last run; 0 without runs."""
+    return runs[-1][1] + whole_rows(runs[-1][2] - runs[-1][1]) if runs else 0
+
+
 def adds_to_sums(device: torch.device) -> bool:
     """Whether the products of a group on `device` add fp32 numbers before they round: those of oneDNN do.
 
@@ -163,7 +168,7 @@ def project_sums(
     assert isinstance(weight_GNK, Tensor)
     scratch, left32_RK, rows = loader.scratch, left_RK, len(left_RK)
     if not left_RK.is_cuda:
-        held = max(rows, runs[-1][1] + whole_rows(runs[-1][2] - runs[-1][1]))
+        held = max(rows, whole_end(runs))
         left32_RK = scratch.get("grouped_left_fp32", (held, left_RK.shape[1]), torch.float32)
         left32_RK[:rows].copy_(left_RK)
         left32_RK[rows:].zero_()
