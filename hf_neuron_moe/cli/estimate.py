@@ -32,6 +32,8 @@ _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 MOST_DEVICES = 4096
+GPU_NAMES = ("h100", "b200")
+"""Those of ``device/roofline.toml``, which is read when it is needed."""
 
 
 def _size(text: str) -> Any:
@@ -64,7 +66,8 @@ def estimate(
         bool, typer.Option("--gradient-checkpointing", help="Keep the layers' inputs and recompute each layer.")
     ] = False,
     device: Annotated[
-        str | None, choice(PLATFORMS, text="Also the least time of the blocks on a logical core, by published figures.")
+        str | None,
+        choice((*PLATFORMS, *GPU_NAMES), text="Also the blocks' least time on a logical core or GPU, as published."),
     ] = None,
     block_size: BlockSize = 512,
     tp: Annotated[int, _size("Ranks that split each layer (tensor parallelism) and share a batch.")] = 1,

@@ -58,6 +58,7 @@ def application() -> typer.Typer:
         rich_markup_mode=None,
         help=settings.__doc__,
         epilog=f"Exit codes: {codes}.",
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(settings)
     for command in COMMANDS:

@@ -32,7 +32,9 @@ def _lines(floor: Roofline) -> Iterator[str]:
     yield ""
     if floor.computed:
         sums = ", ".join(f"{name} {_milliseconds(seconds)} ms" for name, seconds in floor.seconds.items())
-        yield f"All blocks with kernels, at least, per step: {sums}"
+        yield f"All {'patched blocks' if floor.on_gpu else 'blocks with kernels'}, at least, per step: {sums}"
+    elif floor.on_gpu:
+        yield "No block of this model can be patched."
     else:
         yield "No kernel computes a block of this model in this way."
     if any(floor.discarded_seconds.values()):
@@ -54,7 +56,7 @@ def _head(floor: Roofline) -> Iterator[str]:
     shown = ", ".join(
         f"no {name}" if peak is None else f"{peak / 1e12:,.0f} TFLOP/s in {name}" for name, peak in peaks.items()
     )
-    yield f"\nLeast time of forward and backward on a logical core of {core.name} (LNC 2):"
+    yield f"\nLeast time of forward and backward on {_place(floor)}{'' if floor.on_gpu else ' (LNC 2)'}:"
     yield f"  {shown}, {core.bandwidth / 1e12:.3f} TB/s, {gibibytes(core.memory)}"
     options = [f"{step.tokens:,} tokens per step", f"blocks of {step.block_size} for experts"]
     options += [] if step.trained else ["blocks frozen (no gradients of their weights)"]
@@ -66,6 +68,11 @@ def _head(floor: Roofline) -> Iterator[str]:
     yield "the least time. Blocks: count x kind (hidden, intermediate size), experts with their number in front."
 
 
+def _place(floor: Roofline) -> str:
+    """What computes the step."""
+    return f"one {floor.core.name}" if floor.on_gpu else f"a logical core of {floor.core.name}"
+
+
 def _label(floor: Roofline, part: GroupFloor) -> str:
     """The blocks of a part, with their precision where not all have the same."""
     return part.group.label if isinstance(floor.precision, str) else f"{part.group.label} in {part.precision}"
@@ -74,7 +81,8 @@ def _label(floor: Roofline, part: GroupFloor) -> str:
 def _left_out(floor: Roofline) -> Iterator[str]:
     left = [part for part in floor.groups if part.reason is not None]
     if left:
-        yield "\nNot in the sum, since no Neuron kernel computes them:"
+        why = "they are not patched" if floor.on_gpu else "no Neuron kernel computes them"
+        yield f"\nNot in the sum, since {why}:"
     for label, parts in groupby(left, key=lambda part: _label(floor, part)):
         rows = list(parts)
         yield f"{label}: {rows[0].reason}"
@@ -84,7 +92,7 @@ def _left_out(floor: Roofline) -> Iterator[str]:
 
 
 def _memory(floor: Roofline) -> Iterator[str]:
-    limit, too_large = f"{gibibytes(floor.core.memory)} of a logical core of {floor.core.name}", floor.too_large()
+    limit, too_large = f"{gibibytes(floor.core.memory)} of {_place(floor)}", floor.too_large()
     copies = f"with the copies of weights={LAYOUT}"
     if not too_large:
         counted = f"{copies}, before temporaries" if floor.copies else "before temporaries"
@@ -98,8 +106,9 @@ def _memory(floor: Roofline) -> Iterator[str]:
     fits = [name for name in floor.memory if name not in too_large]
     if fits:
         yield f"  within it, before temporaries: {', '.join(fits)}"
-    yield "FSDP2 shards parameters, gradients and states over cores. Activations are each core's own: fewer tokens,"
-    yield "another policy or gradient checkpointing make them smaller."
+    where = "GPU" if floor.on_gpu else "core"
+    yield f"FSDP2 shards parameters, gradients and states over {where}s. Activations are each {where}'s own: fewer"
+    yield "tokens, another policy or gradient checkpointing make them smaller."
 
 
 def _table(parts: Iterable[GroupFloor]) -> Iterator[str]:

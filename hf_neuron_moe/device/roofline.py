@@ -25,7 +25,17 @@ from hf_neuron_moe.backends.neuron.limits import (
 )
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, BlockGroup, DocumentedAdapter
-from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, SOURCE, Chip, Floor, Step, floor_of, needed_flops
+from hf_neuron_moe.device.roofline_math import (
+    GPUS,
+    Chip,
+    Floor,
+    Step,
+    assumptions_of,
+    chip_of,
+    floor_of,
+    needed_flops,
+    source_of,
+)
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import patch_model, unpatch_model
@@ -54,8 +64,8 @@ class GroupFloor:
     choices: tuple[Floor, ...] = ()  # the same at every block size that the kernels take
     discarded_seconds: float = 0.0  # what the documented backward adds for gradients of frozen weights
     reason: str | None = None
-    """Why no Neuron kernel computes these blocks. The floor is then that of PyTorch in their place, padded to multiples
-    of 128. It is None for blocks that PyTorch's own modules compute."""
+    """Why no Neuron kernel computes these blocks, or on a GPU why they are not patched. The floor is then that of
+    PyTorch in their place, padded to multiples of 128. It is None for blocks that PyTorch's own modules compute."""
     copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`WEIGHT_LAYOUTS`
     precision: str = ""  # what the blocks compute with
 
@@ -94,7 +104,7 @@ class GroupFloor:
 class Roofline:
     """Result of :func:`roofline`."""
 
-    core: Chip  # figures of one logical core
+    core: Chip  # figures of one logical core, or of a GPU
     precision: Precision  # as asked for
     step: Step
     policies: tuple[str, ...]  # names of the activation policies
@@ -102,8 +112,13 @@ class Roofline:
     memory: Mapping[str, int] = field(default_factory=dict)  # by policy, the bytes of a step; empty if not given
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, on which PyTorch or Triton computes, and no Neuron kernel."""
+        return self.core.name in GPUS
+
+    @property
     def computed(self) -> tuple[GroupFloor, ...]:
-        """The blocks that the kernels compute."""
+        """The blocks that the kernels compute, or on a GPU all that are patched."""
         return tuple(part for part in self.groups if part.reason is None)
 
     @property
@@ -148,12 +163,14 @@ class Roofline:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts."""
+        core = asdict(self.core)
+        place = {"gpu": core} if self.on_gpu else {"logical_core": {"lnc": DOCUMENTED_LNC} | core}
         return {
             "kind": "estimate from published figures; nothing was measured",
-            "source": SOURCE,
-            "assumptions": list(ASSUMPTIONS),
+            "source": source_of(self.core.name),
+            "assumptions": assumptions_of(self.core.name),
             "device": self.core.name,
-            "logical_core": {"lnc": DOCUMENTED_LNC, **asdict(self.core)},
+            **place,
             "precision": self.precision,
             **asdict(self.step),
             "blocks": [part.to_dict() for part in self.groups],
@@ -161,7 +178,7 @@ class Roofline:
             "discarded_seconds": self.discarded_seconds,
             "left_out": self.left_out,
             "memory": {
-                "of_a_logical_core": self.core.memory,
+                "of_a_gpu" if self.on_gpu else "of_a_logical_core": self.core.memory,
                 "weight_copies": {home: copies._asdict() for home, copies in self.copies.items()},
                 "policies": {name: self._memory_of(name, size) for name, size in self.memory.items()},
             },
@@ -211,13 +228,14 @@ def roofline(
     kept: Mapping[str, Mapping[str, str]] | None = None,
     own: Mapping[str, str] | None = None,
 ) -> Roofline:
-    """Estimate the least time of forward and backward of a model's blocks on one logical core.
+    """Estimate the least time of forward and backward of a model's blocks on one logical core, or on one GPU.
 
-    `groups` are those of :func:`~hf_neuron_moe.device.kernel_support.block_groups`, `chip` is ``"trn2"`` or ``"trn3"``.
+    `groups` are those of :func:`~hf_neuron_moe.device.kernel_support.block_groups`, `chip` is ``"trn2"``, ``"trn3"``,
+    ``"h100"`` or ``"b200"``.
     `kept` has by policy what :func:`saved_by_blocks` returns; without it every block keeps gate and up. `own` is what
     :func:`precisions_by_blocks` returns; without it, a map of precisions is matched with the blocks' first names.
     """
-    core = CHIPS[chip].core(DOCUMENTED_LNC)
+    core = chip_of(chip)
     kept, own = {"minimal": {}} if kept is None else kept, own or {}
     parts = []
     for whole in groups:
@@ -245,8 +263,10 @@ def _group_floor(
     pairs = step.tokens * (1 if group.top_k is None else min(group.top_k, group.experts or 0))
     if not pairs:
         return result(reason=group.reason or "the model does not say how many experts a token has")
-    reason = group.reason or unsupported_reason(block, Device(core.name, DOCUMENTED_LNC), adapter)
-    if reason is None:
+    on_gpu, reason = core.name in GPUS, group.reason
+    if not on_gpu:
+        reason = reason or unsupported_reason(block, Device(core.name, DOCUMENTED_LNC), adapter)
+    if reason is None and not on_gpu:
         reason = unsupported_reason_tokens(most_tokens(block), step.tokens)
         if reason is not None:
             reason += f", and a step has {step.tokens:,}: take smaller micro-batches and accumulate gradients"
@@ -258,7 +278,7 @@ def _group_floor(
     def floor(block: Block, step: Step = step) -> Floor:
         return floor_of(block, core, step, keep, group.top_k, group.experts)
 
-    if reason is not None:
+    if on_gpu or reason is not None:
         # PyTorch in a kernel's place takes every block size, so there is none to recommend.
         return result(flops, floor(TorchBlock(**vars(block))), reason=reason)
     sizes = block_sizes(block, adapter) if group.experts is not None else ()

@@ -22,14 +22,10 @@ from hf_neuron_moe.backends.neuron.static_plan import block_count
 from hf_neuron_moe.formats.padding import padded_size
 
 _DATA = tomllib.loads(Path(__file__).with_name("roofline.toml").read_text(encoding="utf-8"))
-SOURCE: str = _DATA["source"]
 PHYSICAL_CORES = 8
 BYTES = 2
 _FP8 = (1 + 2 / 64) / 2
 """A value in FP8 groups, a byte and a share of a bf16 scale for 64, in bf16 values."""
-
-ASSUMPTIONS: tuple[str, ...] = tuple(_DATA["assumptions"])
-"""What :func:`floor_of` counts, for whoever checks a number by hand."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,24 @@ class Chip:
 
 
 CHIPS = {name: Chip(name, **figures) for name, figures in _DATA["chip"].items()}
+GPUS = {name: Chip(name, **figures) for name, figures in _DATA["gpu"].items()}
+
+
+def chip_of(device: str) -> Chip:
+    """Return a GPU, or one logical core of a Neuron chip, which a process of a run has."""
+    return GPUS[device] if device in GPUS else CHIPS[device].core()
+
+
+def source_of(device: str) -> str:
+    """Return where a device's figures were published."""
+    source: str = _DATA["gpu_source" if device in GPUS else "source"]
+    return source
+
+
+def assumptions_of(device: str) -> list[str]:
+    """Return what :func:`floor_of` counts, to check a figure by hand."""
+    first, *others = _DATA["assumptions"]
+    return [_DATA["gpu_assumption"] if device in GPUS else first, *others]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hf_neuron_moe.device.kernel_support import BlockGroup, usable_kernels
-from hf_neuron_moe.device.roofline_math import CHIPS, Step
+from hf_neuron_moe.device.roofline_math import CHIPS, Step, chip_of
 from hf_neuron_moe.errors import counted
 from hf_neuron_moe.explore.measures import Measures
-from hf_neuron_moe.explore.precision_plan import Cost, chip_of
+from hf_neuron_moe.explore.precision_plan import Cost
 from hf_neuron_moe.formats.padding import padded_size
 
 FEW_TOKENS = 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from hf_neuron_moe.device.roofline_math import source_of
 from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
 from hf_neuron_moe.explore.measures import (
     ACTIVATIONS,
@@ -17,7 +18,6 @@ from hf_neuron_moe.explore.measures import (
     WEIGHTS_MXFP4,
     BlockMeasures,
 )
-from hf_neuron_moe.explore.precision_plan import source_of
 from hf_neuron_moe.report.page import Part, Section, render_page, write_page
 from hf_neuron_moe.report.plots import Cell, Figure, Table, Threshold, bar_figure, heat_map, scatter_figure
 

@@ -5,23 +5,19 @@ Times are estimates from published figures; nothing was measured on a device.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.device.roofline import TorchBlock
-from hf_neuron_moe.device.roofline_math import CHIPS, SOURCE, Chip, Step, floor_of
+from hf_neuron_moe.device.roofline_math import CHIPS, GPUS, Step, chip_of, floor_of
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.explore.measures import PRODUCTS, BlockMeasures, Measures
 from hf_neuron_moe.precision_map import DEFAULT_GLOB
 
-_DATA = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
-GPUS = {name: Chip(name, **figures) for name, figures in _DATA["chip"].items()}
 DEVICES = (*CHIPS, *GPUS)
 """Names of the devices that a plan can be made for."""
 
@@ -89,17 +85,6 @@ class Plan:
                 each = dict(zip((f"{block}.{first}", f"{block}.down_proj"), kinds, strict=True))
             own |= {name: precision for name, precision in each.items() if precision != common}
         return {DEFAULT_GLOB: common} | own
-
-
-def chip_of(device: str) -> Chip:
-    """Return a GPU, or one logical core of a Neuron chip, which a process of a run has."""
-    return GPUS[device] if device in GPUS else CHIPS[device].core()
-
-
-def source_of(device: str) -> str:
-    """Return where a device's figures were published."""
-    source: str = _DATA["source"] if device in GPUS else SOURCE
-    return source
 
 
 def costs_of(

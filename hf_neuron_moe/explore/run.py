@@ -19,6 +19,7 @@ from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.io.folder import checkpoint_folder
 from hf_neuron_moe.convert.plan import no_codes
 from hf_neuron_moe.device.kernel_support import block_groups
+from hf_neuron_moe.device.roofline_math import GPUS
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, not_one_of, public
 from hf_neuron_moe.explore import fold as folding
 from hf_neuron_moe.explore.advice import advise, without_kernels
@@ -28,7 +29,7 @@ from hf_neuron_moe.explore.inputs import check_finite, checked_rows
 from hf_neuron_moe.explore.measure import Pass
 from hf_neuron_moe.explore.measured_changes import at_precisions, losses_of, spread_over
 from hf_neuron_moe.explore.measures import FORMATS, PRODUCTS, Measures
-from hf_neuron_moe.explore.precision_plan import DEVICES, GPUS, MXFP4_PRODUCTS, costs_of, limit_of, make_plan
+from hf_neuron_moe.explore.precision_plan import DEVICES, MXFP4_PRODUCTS, costs_of, limit_of, make_plan
 from hf_neuron_moe.explore.state import identity_of, load_state, save_state
 from hf_neuron_moe.patching import patch_model
 from hf_neuron_moe.patching.discovery import discover

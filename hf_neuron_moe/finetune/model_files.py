@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_neuron_moe.config import QUANT_METHOD
-from hf_neuron_moe.convert.io.folder import resolve_source
+from hf_neuron_moe.convert.io.folder import hub_failure, resolve_source
 from hf_neuron_moe.convert.io.source import damaged, read_index
 from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import SourceDamageError, public
@@ -32,7 +32,7 @@ def folder_of(argument: str, name: str, revision: str) -> Path:
     except SourceDamageError as error:
         expected = "an existing folder or a hub id"
         fix = "Correct it; without a network name a folder, or an id in the hub's cache with HF_HUB_OFFLINE=1."
-        got = f"{name!r}: {one_line(error)}"
+        got = f"{name!r}, no such folder, and from the Hub {hub_failure(error.__cause__ or error)}"
         raise SourceDamageError.about(argument, expected, got, fix).named("train") from error
     if not folder.is_dir():
         fix, family = "Correct the path; a hub id is OWNER/NAME.", Path(name).name.removeprefix("tiny-")

@@ -49,7 +49,7 @@ def check_needs(training: Any) -> None:
     settings = training.fsdp_config if isinstance(training.fsdp_config, dict) else {}
     if training.fsdp and not settings.get("xla") and training.parallel_mode is not ParallelMode.DISTRIBUTED:
         fix = "Leave it out, or start several processes: `accelerate launch ... -m hf_neuron_moe train CONFIG.yaml`."
-        raise bad("fsdp", "unset in a run of one process", repr(training.fsdp), fix)
+        raise bad("fsdp", "unset in a run of one process", "set", fix)
     if training.use_liger_kernel and not is_liger_kernel_available():
         fix = "Install it (`pip install liger-kernel`), or set use_liger_kernel: false."
         raise bad("use_liger_kernel", "false where the package liger-kernel is not installed", "true", fix)

@@ -122,7 +122,7 @@ def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_
         tmp_path / "nowhere": "got no such folder. Check the spelling",
         Path(
             "some-org/some-model"
-        ): "got no such folder.* and from the Hub.*'HF_HUB_OFFLINE=0'.*hf download some-org/some-model",
+        ): "got no such folder.* and from the Hub.*unset the `HF_HUB_OFFLINE`.*hf download some-org/some-model",
         model_dir / "config.json": f"got a file. Give the folder that holds it: {re.escape(str(model_dir))}",
     }
     options = tmp_path.parent / f"{tmp_path.name}.yaml"

@@ -15,11 +15,12 @@ from torch import nn
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.backends.gate import Gate
+from hf_neuron_moe.cli.estimate import GPU_NAMES
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.device_verification import load_for_verification
 from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
 from hf_neuron_moe.device.roofline import Roofline, Step, precisions_by_blocks, roofline, saved_by_blocks
-from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, Floor
+from hf_neuron_moe.device.roofline_math import CHIPS, GPUS, Floor, assumptions_of
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.tiny_models import tiny_model
@@ -301,7 +302,7 @@ def test_the_numbers_can_be_checked_by_hand_from_the_assumptions(repo_root):
     """MXFP8 rounds the blocks up to an even number: 16 + 7 = 23 of Mixtral's become 24, 50 % more than the 16."""
     mxfp8, bf16 = (roofline([MIXTRAL], *where, Step(4096)).groups[0] for where in (("trn3", "mxfp8"), ("trn2", "bf16")))
     assert (mxfp8.padding_overhead_percent, bf16.padding_overhead_percent) == (50.0, 43.75)
-    shown = " ".join(ASSUMPTIONS)
+    shown = " ".join(assumptions_of("trn3"))
     for words in ("2 bytes per value, in MXFP8 too", "up to an even number", "3 P H", "6 N H I", "it may exceed both"):
         assert words in shown
     page = " ".join((repo_root / "docs" / "neuron.md").read_text(encoding="utf-8").split())
@@ -335,6 +336,26 @@ def test_the_command_tells_the_least_time(run, mixtral_dir):
     assert "roofline" not in json.loads(run("estimate", mixtral_dir, *options, "--json").out)
     assert run("estimate", mixtral_dir, *options, "--device", "trn4").code == 2
     assert run("estimate", mixtral_dir, *options, "--block-size", 384).code == 2
+
+
+def test_a_gpu_computes_blocks_that_no_kernel_does(run, tmp_path):
+    """Sizes of 64 x 96, which no Neuron kernel takes, are in the sum; nine products padded to 128 x 128."""
+    assert tuple(GPUS) == GPU_NAMES
+    tiny_model("llama", num_hidden_layers=1, hidden_size=64, intermediate_size=96).config.save_pretrained(tmp_path)
+    options = ["--length", 128, "--precision", "bf16", "--activations", "minimal", "--device"]
+    text = run("estimate", tmp_path, *options, "h100").out
+    assert "on one h100:" in text and "fits into the 80.00 GiB of one h100" in text
+    assert "All patched blocks, at least" in text and "kernel" not in text.partition("Least time")[2]
+    for chip, peak, size in (("h100", 989e12, 80), ("b200", 2250e12, 180)):
+        floor = json.loads(run("estimate", tmp_path, *options, chip, "--json").out)["roofline"]
+        (block,) = floor["blocks"]
+        assert block["floor"]["compute_seconds"] == pytest.approx(9 * 2 * 128**3 / peak, rel=1e-12)
+        assert block["kernel"] == {"usable": True, "reason": None} and floor["seconds"]["minimal"] > 0
+        assert (floor["gpu"]["memory"], floor["memory"]["of_a_gpu"]) == (size * 2**30, size * 2**30)
+        assert "logical_core" not in floor and "NVIDIA" in floor["source"] and "one GPU" in floor["assumptions"][0]
+    odd = BlockGroup("mlp", ("a",), None, None, 64, 96, "its activation is GELU")
+    found = roofline([odd], "h100", "bf16", Step(128))
+    assert found.left_out == {odd.label: odd.reason} and not found.computed
 
 
 @pytest.mark.slow

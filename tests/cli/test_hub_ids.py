@@ -50,3 +50,4 @@ def test_a_conversion_of_the_hub_is_verified_against_a_source_of_it(model_dir, i
 def test_a_model_that_the_hub_does_not_have(command, in_cache, run):
     result = run(command, "some-org/unknown")
     assert result.code == 3 and result.err.count("\n") == 1 and "hf download some-org/unknown" in result.err
+    assert "OfflineModeIsEnabled" in result.err and "locate the files" not in result.err, "nor other advice"

@@ -65,7 +65,11 @@ def training(run: Options) -> None:
 
 def test_names_that_are_no_folder_and_not_known_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(
-        SourceDamageError, "model", "HF_HUB_OFFLINE=1", got="'nowhere/model': nowhere/model", where="command line"
+        SourceDamageError,
+        "model",
+        "HF_HUB_OFFLINE=1",
+        got="'nowhere/model', no such folder, and from the Hub OfflineModeIsEnabled",
+        where="command line",
     ):
         check(options("nowhere/model"))
     with refused(SourceDamageError, "tokenizer", got="'owner/words'"):

@@ -132,13 +132,22 @@ def resolve_source(source: Path | str, *, weights: bool = True) -> Path:
         snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=[*UNWANTED])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         expected = "a local folder with config.json, or a model on the Hub or in its cache"
-        got = f"no such folder, and from the Hub {type(error).__name__} ({' '.join(str(error).split()).rstrip('.')})"
+        got = f"no such folder, and from the Hub {hub_failure(error)}"
         fix = (
             "Check the spelling, the network and, for gated models, `hf auth login`; or download it where you "
             f"can: `hf download {repo} --local-dir FOLDER`, and give that folder."
         )
         raise SourceDamageError.about(name, expected, got, fix) from error
     return Path(folder)
+
+
+def hub_failure(error: BaseException) -> str:
+    """Return what failed when the Hub was asked, without the advice that huggingface_hub puts around it."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__} ({' '.join(str(error).split()).rstrip('.')})"
 
 
 def weights_of(snapshot: Path) -> list[str]:
