@@ -26,7 +26,7 @@ from hf_neuron_moe.modules.engine import axis_parts
 from hf_neuron_moe.modules.expert_parallel import register_expert_parallel
 from hf_neuron_moe.modules.experts_calls import BY_EXPERT, IDENTITY, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, parameter_of, read_experts
-from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_expression import UnknownForm
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_beside
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together

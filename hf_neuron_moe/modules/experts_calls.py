@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.checks import check_multiple
-from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_expression import UnknownForm
 from hf_neuron_moe.modules.gate_source import parsed
 
 Operator = Callable[[Tensor, Tensor, Tensor], Tensor]

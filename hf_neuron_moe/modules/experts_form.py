@@ -21,7 +21,7 @@ from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.engine import axis_parts, installed, strided, style_name, uneven
 from hf_neuron_moe.modules.expert_parallel import unsupported_reason_of_exchange
 from hf_neuron_moe.modules.experts_calls import IDENTITY, ROUTED, SHARED, SORTED, STACKED, known_call
-from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_expression import UnknownForm
 from hf_neuron_moe.modules.gate_source import GateSource, read_gate
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (

@@ -2,32 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_neuron_moe.backends.gate import Gate
-
-
-class UnknownForm(ValueError):  # noqa: N818 -- not an error of the program: the answer "no", with the reason
-    """The source is not a form this package knows; the message says what it met."""
-
-
-Expression = tuple[Any, ...]
-"""What an expression of the source stands for:
-
-("input",)                      the joint projection
-("number", value)               a float, or None
-("dtype",)                      the dtype of a tensor
-("middle",)                     half of the columns of the joint projection
-("halves", interleaved)         gate and up of the joint projection; ("half", index, interleaved) is one of them
-("parts", interleaved)          the joint projection with an axis of the two
-("act", name, alpha, x)         an activation of ``structure.ACTIVATIONS``
-("sigmoid", x), ("tanh", x), ("exp", x)
-("clamp", x, low, high)
-("scaled", x, c), ("over", x, c), ("plus", x, c)
-("softcap", x, c)               ``c tanh(x / c)``
-("product", x, y)
-("pair", x, y)                  a tuple of two
-"""
+from hf_neuron_moe.modules.gate_expression import Expression, UnknownForm
 
 
 def match_gate(result: Expression) -> tuple[Gate, bool]:

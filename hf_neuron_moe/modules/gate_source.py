@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import textwrap
 import types
 from collections.abc import Callable
@@ -23,7 +22,19 @@ from torch.nn import functional as F
 
 from hf_neuron_moe.backends.gate import Gate, checked_gate
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.modules.gate_match import Expression, UnknownForm, match_gate
+from hf_neuron_moe.modules.gate_expression import (
+    TENSORS,
+    Expression,
+    UnknownForm,
+    clamped,
+    holds,
+    line_of,
+    over,
+    times,
+    two,
+    with_number,
+)
+from hf_neuron_moe.modules.gate_match import match_gate
 from hf_neuron_moe.modules.structure import (
     attribute_of,
     describe_activation,
@@ -44,7 +55,6 @@ class GateSource(NamedTuple):
     # whose forward was read, the class
 
 
-_TENSORS = {"input", "half", "act", "sigmoid", "tanh", "clamp", "scaled", "over", "plus", "softcap", "product", "exp"}
 _FLOAT32 = (torch.float32, torch.float)
 _FUNCTIONS: dict[Callable[..., Any], str] = {
     torch.sigmoid: "sigmoid",
@@ -145,13 +155,13 @@ class _Frame:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self.values[name] = self.evaluate(value)
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
-                    self.values[first], self.values[second] = _two(self.evaluate(value), value)
+                    self.values[first], self.values[second] = two(self.evaluate(value), value)
                 case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
                     changed, after = self.evaluate(target), self.evaluate(ast.BinOp(target, op, value))
                     # Halves are views of one tensor, and the caller goes on with its arguments.
-                    if changed[0] not in _TENSORS - {"input", "half"} or changed in self.given:
+                    if changed[0] not in TENSORS - {"input", "half"} or changed in self.given:
                         raise UnknownForm(f"its gate has the statement `{line_of(statement)}`")
-                    kept = {each: held for each, held in self.values.items() if not _holds(held, changed)}
+                    kept = {each: held for each, held in self.values.items() if not holds(held, changed)}
                     self.values = kept | {name: after}
                 case ast.If(test=test, body=then, orelse=otherwise):
                     if (result := self.run_block(then if self.decides(test) else otherwise)) is not None:
@@ -187,7 +197,7 @@ class _Frame:
                 negated = self.evaluate(operand)
                 if negated[0] == "number" and negated[1] is not None:
                     return ("number", -negated[1])
-                return _times(negated, ("number", -1), node)
+                return times(negated, ("number", -1), node)
             case ast.NamedExpr(target=ast.Name(id=name), value=value):
                 self.values[name] = self.evaluate(value)
                 return self.values[name]
@@ -200,15 +210,15 @@ class _Frame:
             case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=2)) if self.is_width(left):
                 return ("middle",)
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return _times(self.evaluate(left), self.evaluate(right), node)
+                return times(self.evaluate(left), self.evaluate(right), node)
             case ast.BinOp(left=left, op=ast.Div(), right=right):
-                return _over(self.evaluate(left), self.evaluate(right), node)
+                return over(self.evaluate(left), self.evaluate(right), node)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 parts = sorted((self.evaluate(left), self.evaluate(right)), key=lambda part: part[0] == "number")
                 for (kind, *factors), other in (parts, parts[::-1]):
                     if kind == "product" and other in factors:  # f * up + f
                         return ("product", other, ("plus", factors[factors[0] == other], 1))
-                return _with_number("plus", parts[0], parts[1], node)
+                return with_number("plus", parts[0], parts[1], node)
             case ast.IfExp(test=test, body=then, orelse=otherwise):
                 return self.evaluate(then if self.decides(test) else otherwise)
             case ast.Subscript(value=value, slice=ast.Tuple(elts=[ast.Constant(value=types.EllipsisType()), columns])):
@@ -227,7 +237,7 @@ class _Frame:
             case ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp() as index):
                 place = self.evaluate(index)[1]
                 if place in (0, 1, -1, -2):
-                    return _two(self.evaluate(value), value)[place]
+                    return two(self.evaluate(value), value)[place]
             case ast.Call():
                 return self.evaluate_call(node)
         raise UnknownForm(f"its gate computes `{line_of(node)}`")
@@ -265,20 +275,20 @@ class _Frame:
         x, *rest = map(self.evaluate, arguments)
         if name in ("chunk", "split", "unflatten", "unbind"):
             return self.halves(name, x, rest, keywords)
-        if x[0] not in _TENSORS:
+        if x[0] not in TENSORS:
             return None
         if name in ("sigmoid", "tanh", "exp", "itself"):
             plain = not rest and not keywords
             return None if not plain else x if name == "itself" else (name, x)
         if name == "mul" and len(rest) == 1 and not keywords:
-            return _times(x, rest[0], arguments[0])
+            return times(x, rest[0], arguments[0])
         if name == "clamp" and len(rest) <= 2 and keywords.keys() <= {"min", "max"}:
             given = dict(zip(("min", "max"), rest)) | {key: self.evaluate(value) for key, value in keywords.items()}
             low, high = (given.get(key, ("number", None)) for key in ("min", "max"))
-            return _clamped(x, low[1], high[1]) if low[0] == high[0] == "number" else None
+            return clamped(x, low[1], high[1]) if low[0] == high[0] == "number" else None
         if name in ("clamp_max", "clamp_min") and len(rest) == 1 and rest[0][0] == "number" and not keywords:
             limits = (None, rest[0][1]) if name == "clamp_max" else (rest[0][1], None)
-            return _clamped(x, *limits)
+            return clamped(x, *limits)
         if name == "to" and len(arguments) == 2 and not keywords:
             return x if rest[0] == ("dtype",) else None
         return None
@@ -370,12 +380,12 @@ class _Frame:
         gate = gate_of(called)
         if gate is None:
             raise UnknownForm(_unknown_activation(called))
-        if x[0] not in _TENSORS:
+        if x[0] not in TENSORS:
             raise UnknownForm(f"its gate computes `{line_of(node)}`")
         return ("act", gate.act, gate.alpha, x)
 
     def tensor(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and self.values.get(node.id, ("",))[0] in _TENSORS
+        return isinstance(node, ast.Name) and self.values.get(node.id, ("",))[0] in TENSORS
 
     def resolve(self, node: ast.expr) -> Any:
         """The object a dotted global name stands for, or None."""
@@ -386,56 +396,3 @@ class _Frame:
 
 def _unknown_activation(called: object) -> str:
     return f"its activation is {describe_activation(called)}, the kernels have {supported_activations()}"
-
-
-def line_of(node: ast.AST) -> str:
-    """Return the source of `node` in one line of at most 100 characters."""
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
-def _holds(value: Expression, tensor: Expression) -> bool:
-    """Whether a value is a tensor, or a tuple with it."""
-    return value == tensor or (value[0] == "pair" and any(_holds(part, tensor) for part in value[1:]))
-
-
-def _two(value: Expression, node: ast.expr) -> tuple[Expression, Expression]:
-    kind, *parts = value
-    if kind == "pair":
-        return parts[0], parts[1]
-    if kind != "halves":
-        raise UnknownForm(f"its gate unpacks `{line_of(node)}`")
-    return ("half", 0, *parts), ("half", 1, *parts)
-
-
-def _clamped(x: Expression, low: float | None, high: float | None) -> Expression:
-    """Limits without end are none."""
-    low = None if low == -math.inf else low
-    high = None if high == math.inf else high
-    return x if low is None and high is None else ("clamp", x, low, high)
-
-
-def _with_number(kind: str, x: Expression, number: Expression, node: ast.expr) -> Expression:
-    if x[0] not in _TENSORS or number[0] != "number" or number[1] is None:
-        raise UnknownForm(f"its gate computes `{line_of(node)}`")
-    return (kind, x, number[1])
-
-
-def _over(left: Expression, right: Expression, node: ast.expr) -> Expression:
-    """Also ``left / (1 + exp(-c x))``, which is ``left * sigmoid(c x)``."""
-    match right:
-        case ("plus", ("exp", ("scaled", x, c)), 1):
-            sigmoid = ("sigmoid", _times(x, ("number", -c), node))
-            return sigmoid if left == ("number", 1) else _times(left, sigmoid, node)
-    return _with_number("over", left, right, node)
-
-
-def _times(left: Expression, right: Expression, node: ast.expr) -> Expression:
-    if left[0] in _TENSORS and right[0] in _TENSORS:
-        return ("product", left, right)
-    x, number = (left, right) if right[0] == "number" else (right, left)
-    kind, _, c = _with_number("scaled", x, number, node)
-    match x:
-        case ("tanh", ("over", inner, divisor)) if divisor == c:
-            return ("softcap", inner, c)
-    return x if c == 1 else (kind, x, c)

@@ -24,7 +24,7 @@ from hf_neuron_moe.modules.dense_roles import OVERRIDDEN, DenseRoles, constant_o
 from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, stock_class
 from hf_neuron_moe.modules.experts_calls import SHARED, known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts, reasons_against_cut
-from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_expression import UnknownForm
 from hf_neuron_moe.modules.in_place import block_of
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.sharded_mlp import reasons_against_parallel

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2CLS, ACT2FN
 
 from hf_neuron_moe.backends.gate import Gate
-from hf_neuron_moe.modules.gate_match import UnknownForm
+from hf_neuron_moe.modules.gate_expression import UnknownForm
 from hf_neuron_moe.modules.gate_source import read_gate
 from hf_neuron_moe.modules.structure import act_of, gate_of
 
