@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ def _lines(floor: Roofline) -> Iterator[str]:
     yield from _head(floor)
     for label, parts in groupby(floor.computed, key=lambda part: _label(floor, part)):
         yield f"\n{label}"
-        yield from _table(parts)
+        yield from _table(parts, on_gpu=floor.on_gpu)
     yield ""
     if floor.computed:
         sums = ", ".join(f"{name} {_milliseconds(seconds)} ms" for name, seconds in floor.seconds.items())
@@ -58,14 +59,18 @@ def _head(floor: Roofline) -> Iterator[str]:
     )
     yield f"\nLeast time of forward and backward on {_place(floor)}{'' if floor.on_gpu else ' (LNC 2)'}:"
     yield f"  {shown}, {core.bandwidth / 1e12:.3f} TB/s, {gibibytes(core.memory)}"
-    options = [f"{step.tokens:,} tokens per step", f"blocks of {step.block_size} for experts"]
+    options = [f"{step.tokens:,} tokens per step"]
+    options += [] if floor.on_gpu else [f"blocks of {step.block_size} for experts"]
     options += [] if step.trained else ["blocks frozen (no gradients of their weights)"]
     options += ["every forward twice (gradient checkpointing)"] if step.checkpointing else []
     yield f"  {', '.join(options)}"
-    yield "An ESTIMATE from published figures; nothing was measured. Per block; times in milliseconds, operations and"
-    yield "bytes with padding; again: operations that are computed a second time. least: forward and backward each at"
-    yield "the longer of compute and memory, added up, so it may exceed both. best B: the block size of experts with"
-    yield "the least time. Blocks: count x kind (hidden, intermediate size), experts with their number in front."
+    text = "An ESTIMATE from published figures; nothing was measured. Per block; times in milliseconds, operations and "
+    text += "bytes without padding; " if floor.on_gpu else "bytes with padding; "
+    text += "again: operations that are computed a second time. least: forward and backward each at the longer of "
+    text += "compute and memory, added up, so it may exceed both. "
+    text += "" if floor.on_gpu else "best B: the block size of experts with the least time. "
+    text += "Blocks: count x kind (hidden, intermediate size), experts with their number in front."
+    yield from textwrap.wrap(text, 110)
 
 
 def _place(floor: Roofline) -> str:
@@ -111,7 +116,7 @@ def _memory(floor: Roofline) -> Iterator[str]:
     yield "tokens, another policy or gradient checkpointing make them smaller."
 
 
-def _table(parts: Iterable[GroupFloor]) -> Iterator[str]:
+def _table(parts: Iterable[GroupFloor], *, on_gpu: bool = False) -> Iterator[str]:
     rows = [
         (
             ", ".join(part.policies),
@@ -125,7 +130,8 @@ def _table(parts: Iterable[GroupFloor]) -> Iterator[str]:
         for part in parts
         if part.floor is not None
     ]
-    yield from table([_HEADINGS, *rows], "  ", numbers=True)
+    shown = [column for column, heading in enumerate(_HEADINGS) if not (on_gpu and heading in ("padding", "best B"))]
+    yield from table([tuple(row[column] for column in shown) for row in (_HEADINGS, *rows)], "  ", numbers=True)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -29,6 +29,7 @@ from hf_neuron_moe.device.roofline_math import (
     GPUS,
     Chip,
     Floor,
+    GPUBlock,
     Step,
     assumptions_of,
     chip_of,
@@ -64,8 +65,8 @@ class GroupFloor:
     choices: tuple[Floor, ...] = ()  # the same at every block size that the kernels take
     discarded_seconds: float = 0.0  # what the documented backward adds for gradients of frozen weights
     reason: str | None = None
-    """Why no Neuron kernel computes these blocks, or on a GPU why they are not patched. The floor is then that of
-    PyTorch in their place, padded to multiples of 128. It is None for blocks that PyTorch's own modules compute."""
+    """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
+    of 128. On a GPU, and for blocks that PyTorch's own modules compute, why they are not patched: there is no floor."""
     copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`WEIGHT_LAYOUTS`
     precision: str = ""  # what the blocks compute with
 
@@ -280,7 +281,8 @@ def _group_floor(
 
     if on_gpu or reason is not None:
         # PyTorch in a kernel's place takes every block size, so there is none to recommend.
-        return result(flops, floor(TorchBlock(**vars(block))), reason=reason)
+        in_place = GPUBlock if on_gpu else TorchBlock
+        return result(flops, floor(in_place(**vars(block))), reason=reason)
     sizes = block_sizes(block, adapter) if group.experts is not None else ()
     least, trained = floor(block), floor(block, replace(step, trained=True))
     copies = partial(weight_copy_bytes, adapter, block, group.experts)

@@ -61,8 +61,7 @@ def source_of(device: str) -> str:
 
 def assumptions_of(device: str) -> list[str]:
     """Return what :func:`floor_of` counts, to check a figure by hand."""
-    first, *others = _DATA["assumptions"]
-    return [_DATA["gpu_assumption"] if device in GPUS else first, *others]
+    return list(_DATA["gpu_assumptions" if device in GPUS else "assumptions"])
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,15 @@ class Floor:
         return asdict(self) | {"bound": self.bound}
 
 
+class GPUBlock(Block):
+    """A block on a GPU: its backends sort tokens by expert, and pad neither rows nor H and I in bf16."""
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """H and I as they are."""
+        return self.hidden, self.inner
+
+
 def needed_flops(pairs: int, block: Block, *, trained: bool) -> float:
     """Return the operations of forward and backward on T (or T * K) rows without padding: 3 matmuls, and 3 or 6."""
     return (18.0 if trained else 12.0) * pairs * block.hidden * block.inner
@@ -106,17 +114,21 @@ def floor_of(
     block: Block, core: Chip, step: Step, keep: str, top_k: int | None = None, experts: int | None = None
 ) -> Floor:
     """Return the floor of a dense MLP, or of experts of which a token has `top_k`; `keep` is a canonical string."""
-    if block.blockwise:
-        three, again, *moved = _routed(block, step, parse_keep(keep), top_k or 1, experts or 1)
+    on_gpu, kept = isinstance(block, GPUBlock), parse_keep(keep)
+    if on_gpu and block.kind == "experts":
+        pairs = step.tokens * min(top_k or 1, experts or 1)
+        three, again, *moved = _plain(block, pairs, min(experts or 1, pairs), step, kept)
+    elif block.blockwise and not on_gpu:
+        three, again, *moved = _routed(block, step, kept, top_k or 1, experts or 1)
     else:
-        three, again, *moved = _dense(block, step, parse_keep(keep))
+        three, again, *moved = _plain(block, step.tokens if on_gpu else padded_size(step.tokens), 1, step, kept)
     # Three matmuls forward; backward three for the input and three for the weights, and what is made again.
     flops = [three] * (2 if step.checkpointing else 1) + [three * (2 if step.trained else 1) + again]
     values = [moved[0]] * (2 if step.checkpointing else 1) + [moved[1]]
     compute = [each / core.flops[block.precision] for each in flops]
     memory = [BYTES * each / core.bandwidth for each in values]
     return Floor(
-        block_size=None if top_k is None or experts is None else block.block_size,
+        block_size=None if on_gpu or top_k is None or experts is None else block.block_size,
         padded_flops=sum(flops),
         recomputed_flops=again + (three if step.checkpointing else 0.0),
         bytes=sum(BYTES * each for each in values),
@@ -130,10 +142,14 @@ _Counts = tuple[float, float, float, float]
 """Operations of a forward's three matmuls and of what the backward makes again; values moved forward and backward."""
 
 
-def _dense(block: Block, step: Step, kept: Keep) -> _Counts:
-    (hidden, inner), rows = block.padded, padded_size(step.tokens)
-    row, wide, weights, matmul = rows * hidden, rows * inner, 3 * hidden * inner, 2.0 * rows * hidden * inner
-    products = 5 * wide if kept.names & {"gate_act", "intermediate"} else 0  # read and written by torch operations
+def _plain(block: Block, rows: int, copies: int, step: Step, kept: Keep) -> _Counts:
+    """Count a dense MLP, or `copies` experts whose `rows` are sorted."""
+    hidden, inner = block.padded
+    row, wide, weights = rows * hidden, rows * inner, copies * 3 * hidden * inner
+    matmul = 2.0 * rows * hidden * inner
+    # On Neuron read and written by torch operations, elsewhere written where they are made.
+    each = 2 if isinstance(block, GPUBlock) else 5
+    products = each * wide if kept.names & {"gate_act", "intermediate"} else 0
     # x and y, weights, the intermediate out and in; gate and up out if any checkpoint is kept.
     forward: float = 2 * row + weights + 2 * wide + (2 * wide if kept.names else 0) + products
     # dout and dx, weights, checkpoints in; the weights' gradients out, and x in for them.

@@ -33,7 +33,7 @@ def advise(measures: Measures, costs: Mapping[str, Mapping[str, Cost]], device: 
             "Public measurements of MXFP8 training range from 0.75 to 1.8 times bf16's speed: quantizing reads every "
             "operand once more, and small products leave the multipliers waiting. Measure before you rely on it."
         )
-    lines += _shapes(measures, Step(step_tokens))
+    lines += _shapes(measures, Step(step_tokens), padded=device in CHIPS)
     return lines
 
 
@@ -60,7 +60,7 @@ def _no_gain_reason(flops: Mapping[str, float]) -> str:
     return "the blocks' memory traffic, which MXFP8 does not shrink, takes longer than their products."
 
 
-def _shapes(measures: Measures, step: Step) -> list[str]:
+def _shapes(measures: Measures, step: Step, *, padded: bool) -> list[str]:
     lines = []
     routed = [block for block in measures.blocks.values() if block.kind == "experts"]
     if routed:
@@ -68,13 +68,15 @@ def _shapes(measures: Measures, step: Step) -> list[str]:
         each = share * step.tokens
         few = " That is few: weights are read for little work." if each < FEW_TOKENS else ""
         lines.append(f"Each expert gets {each:,.0f} of a step's {step.tokens:,} tokens on average.{few}")
-        if each:
+        if each and padded:
             filled = each / (-(-each // step.block_size) * step.block_size)
             lines.append(f"Its blocks of {step.block_size} rows are {100 * filled:.0f} % full.")
+    if not padded:
+        return lines
     needed = sum(block.hidden * block.inner * block.experts for block in measures.blocks.values())
-    padded = sum(
+    whole = sum(
         padded_size(block.hidden) * padded_size(block.inner) * block.experts for block in measures.blocks.values()
     )
-    if padded > 1.02 * needed:
-        lines.append(f"Padding H and I to multiples of 128 adds {100 * (padded / needed - 1):.0f} % of work.")
+    if whole > 1.02 * needed:
+        lines.append(f"Padding H and I to multiples of 128 adds {100 * (whole / needed - 1):.0f} % of work.")
     return lines

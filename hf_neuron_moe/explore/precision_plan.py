@@ -13,7 +13,7 @@ import torch
 
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.device.roofline import TorchBlock
-from hf_neuron_moe.device.roofline_math import CHIPS, GPUS, Step, chip_of, floor_of
+from hf_neuron_moe.device.roofline_math import CHIPS, GPUS, GPUBlock, Step, chip_of, floor_of
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.explore.measures import PRODUCTS, BlockMeasures, Measures
 from hf_neuron_moe.precision_map import DEFAULT_GLOB
@@ -104,7 +104,8 @@ def costs_of(
         for precision in precisions:
             computed = "bf16" if precision == "bf16" else "mxfp8"
             if computed in chip.flops and (routed or not precision.startswith("mxfp4")):
-                shape = TorchBlock(block.kind, computed, block.hidden, block.inner, step.block_size)
+                kind = GPUBlock if device in GPUS else TorchBlock
+                shape = kind(block.kind, computed, block.hidden, block.inner, step.block_size)
                 seconds = floor_of(shape, chip, step, canonical_keep("minimal", computed), **routed).seconds
                 form, _, product = precision.partition(" ")
                 count = {"": projections, PRODUCTS[0]: block.halves, PRODUCTS[1]: 1}[product]
