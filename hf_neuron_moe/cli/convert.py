@@ -108,7 +108,7 @@ def convert(
         )
         tell(as_json, estimate.to_dict(), str(estimate))
         return
-    with converting("converting") as (watch, progress):
+    with converting("converting") as (watch, progress), _continuing(destination, resume or part is not None, as_json):
         manifest = convert_checkpoint(
             source,
             destination,
@@ -126,6 +126,17 @@ def convert(
         return
     done = f"part {part} of {destination} is done; when all are, run `hf-neuron-moe finalize`"
     tell(as_json, {"ok": True, "destination": str(destination), "part": part, **watch.cost()}, done)
+
+
+@contextmanager
+def _continuing(destination: object, stays: bool, as_json: bool) -> Iterator[None]:
+    """Say how to go on when a conversion is stopped whose finished files stay."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if stays and not as_json:
+            typer.echo(f"{destination}.partial has what is finished: repeat the command with --resume", err=True)
+        raise
 
 
 @contextmanager

@@ -47,7 +47,6 @@ def demo(
     if not tiny and model is None:
         weights_file()
     render_page("", "", [])  # what it needs is missed before the training, not after it
-    make_folder(output, "Name another folder with -o.")
     _show(as_json, "loading ...")
     import json
 
@@ -62,6 +61,7 @@ def demo(
         torch.set_num_threads(1)  # more would wait for each other most of the time
     with watching("training", quiet=as_json, unit="steps") as (_, progress):
         chosen = subject.tiny(steps, seed) if tiny else subject.upcycled(model, layers, steps, seed)
+        make_folder(output, "Name another folder with -o.")
         _show(as_json, f"model: {chosen.title}")
         found = compare(chosen, output / RUNS, progress, lambda text: _show(as_json, text))
     write_page(json.dumps(found.to_dict(), indent=1) + "\n", output / RECORD)
@@ -73,7 +73,8 @@ def demo(
         tell(True, facts)
         return
     _table(HEADINGS, rows(found))
-    tell(False, facts, verdict(found), f"{page}: open it in a browser.")
+    missing = "; no web browser was found" if open_it and not opened else ""
+    tell(False, facts, verdict(found), f"{page}: open it in a browser{missing}.")
 
 
 def _show(quiet: bool, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from math import isqrt
@@ -23,10 +24,11 @@ from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchErr
 from hf_neuron_moe.precision_map import as_precision, spelled
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn
     from transformers import PreTrainedModel
 
-    from hf_neuron_moe.training.memory_estimate import TrainingEstimate
+    from hf_neuron_moe.training.memory_estimate import PolicyEstimate, TrainingEstimate
 
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -234,10 +236,7 @@ def batch_of(tokens: int | None, batch: int | None, length: int | None, context:
 
 
 def _show(result: TrainingEstimate, title: str) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     def line(text: str) -> None:
         console.print(text, soft_wrap=True)
@@ -262,25 +261,12 @@ def _show(result: TrainingEstimate, title: str) -> None:
         fixed |= {"gathered by FSDP": rank.gathered_bytes, "all-to-all buffers": rank.exchanged_bytes}
     for name, size in fixed.items():
         line(f"  {name:<24}{gibibytes(size):>12}")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("activations", overflow="fold", min_width=11)
-    headings = ["KiB/token in blocks", "saved: blocks", "saved: rest", "total"]
-    if uneven := result.policies[0].worst_total is not None:
-        headings.append("at worst")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for policy in result.policies:
-        sizes = [policy.saved_blocks, policy.saved_rest, policy.total]
-        sizes += [policy.worst_total] if policy.worst_total is not None else []
-        table.add_row(policy.name, f"{policy.blocks_bytes_per_token / 1024:,.1f}", *map(gibibytes, sizes))
-    for name, reason in result.refused.items():
-        table.add_row(escape(f"{name}: refused: {reason}"), *["-"] * len(headings))
-    console.print(table)
+    console.print(policies_table(result.policies, result.refused))
     if result.gradient_checkpointing and any(policy.saved_blocks == 0 for policy in result.policies):
         line("Blocks at 0: the peak is the head's and the loss's, before a layer is recomputed.")
     if not result.patched:
         line("No block can be patched; `hf-neuron-moe plan` says why.")
-    if uneven:
+    if result.policies[0].worst_total is not None:
         line("Every rank gets its even share of tokens; at worst all choose experts of this one.")
     if rank is not None and rank.layout["pp"] != 1:
         line("transformers only runs inference with pipeline stages: parameters of the largest stage, nothing saved.")
@@ -288,3 +274,28 @@ def _show(result: TrainingEstimate, title: str) -> None:
         sent = rank.sent_bytes * (rank.layout["tp"] or 1) / result.tokens / 1024
         line(f"The ranks send {sent:,.1f} KiB per token and step.")
     line("Total: all of the above. Temporaries and the device's own needs come on top.")
+
+
+def policies_table(policies: Sequence[PolicyEstimate], refused: Mapping[str, str]) -> Table:
+    """Return the table of the policies; in a narrow terminal its headings wrap, and no size is cut."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("activations", overflow="fold", min_width=9)
+    headings = ["KiB/token in blocks", "saved: blocks", "saved: rest", "total"]
+    if policies[0].worst_total is not None:
+        headings.append("at worst")
+    rows = []
+    for policy in policies:
+        sizes = [policy.saved_blocks, policy.saved_rest, policy.total]
+        sizes += [policy.worst_total] if policy.worst_total is not None else []
+        rows.append([policy.name, f"{policy.blocks_bytes_per_token / 1024:,.1f}", *map(gibibytes, sizes)])
+    for column, heading in enumerate(headings, 1):
+        table.add_column(heading, justify="right", min_width=max(len(row[column]) for row in rows))
+    for row in rows:
+        table.add_row(*row)
+    for name, reason in refused.items():
+        table.add_row(escape(f"{name}: refused: {reason}"), *["-"] * len(headings))
+    return table

@@ -9,7 +9,7 @@ import typer
 
 from hf_neuron_moe.cli.shared_options import Json, choice, tell
 
-_SUFFIXES = {".md": "md", ".json": "json"}
+_SUFFIXES = {".md": "md", ".json": "json", ".html": "html", ".htm": "html", "": "html"}
 
 
 def report(
@@ -31,7 +31,9 @@ def report(
     """
     from hf_neuron_moe.report import read_runs, render, write_report
 
-    form = form or _SUFFIXES.get(output.suffix if output else "", "html")
+    form = form or _SUFFIXES.get(output.suffix if output else "")
+    if form is None:
+        raise typer.BadParameter(f"{output} is no .html, .md or .json: name the form with --format.", param_hint="-o")
     printed = str(output) == "-"
     if printed and (as_json or open_it):
         raise typer.BadParameter("leave out --json and --open, or name a file.", param_hint="-o -")

@@ -70,6 +70,10 @@ def _head(floor: Roofline) -> Iterator[str]:
     text += "compute and memory, added up, so it may exceed both. "
     text += "" if floor.on_gpu else "best B: the block size of experts with the least time. "
     text += "Blocks: count x kind (hidden, intermediate size), experts with their number in front."
+    if floor.on_gpu:
+        same = core.flops.get("mxfp8") == core.flops["bf16"] and "mxfp8" in peaks
+        text += f" {core.name} has no products in MXFP8: it multiplies the values as bf16." if same else ""
+        text += " No GPU has run this package."
     yield from textwrap.wrap(text, 110)
 
 

@@ -46,7 +46,10 @@ def choice(known: tuple[str, ...], *names: str, text: str) -> Any:
             raise typer.BadParameter(f"{value!r} is not one of {choices}.{nearest(value, list(known))}")
         return value
 
-    return typer.Option(*names, help=text, metavar="|".join(known), callback=check)
+    def complete(incomplete: str) -> list[str]:
+        return [each for each in known if each.startswith(incomplete)]
+
+    return typer.Option(*names, help=text, metavar="|".join(known), callback=check, autocompletion=complete)
 
 
 def size_in_bytes(text: str) -> int:

@@ -55,6 +55,8 @@ def train(
     if show_config is not None:
         typer.echo(configs.find(show_config).read_text(encoding="utf-8"), nl=False)
         return
+    if not words and list_keys is None:
+        raise typer.BadParameter("a YAML file or the name of a configuration is needed.", param_hint="CONFIG")
     _prepare()
     from hf_neuron_moe.finetune.reading import parser_of, read_options
     from hf_neuron_moe.finetune.train_options import known_options
@@ -63,8 +65,6 @@ def train(
         text = parser_of(list_keys).format_help()
         typer.echo(json.dumps({"ok": True, "keys": known_options(list_keys)}) if as_json else text)
         return
-    if not words:
-        raise typer.BadParameter("a YAML file or the name of a configuration is needed.", param_hint="CONFIG")
     options = read_options([*words, *(["--resume_from_checkpoint", "true"] if resume else [])])
     _run(options, words, check, as_json)
 
@@ -109,8 +109,19 @@ def _run(options: Options, words: list[str], check_only: bool, as_json: bool) ->
             typer.echo(json.dumps({"ok": True, "output_dir": options.training.output_dir, "metrics": metrics}))
     except TrainingInterrupted as interrupted:
         if options.training.process_index == 0:
-            typer.echo(f"{interrupted}\nresume: hf-neuron-moe train {shlex.join(words)} --resume", err=True)
+            begin = _program(options.training.world_size)
+            typer.echo(f"{interrupted}\nresume: {begin} train {shlex.join(words)} --resume", err=True)
         raise
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # its threads may abort the process if Python ends under them
+
+
+def _program(processes: int) -> str:
+    """Return what started this run, as far as a process can tell."""
+    if processes == 1:
+        return "hf-neuron-moe"
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ
+    if by_torchrun and os.environ.get("LOCAL_WORLD_SIZE") == str(processes):
+        return f"torchrun --nproc-per-node {processes} -m hf_neuron_moe"
+    return "(with the same launcher) -m hf_neuron_moe"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -64,6 +65,7 @@ class Estimate:
     bf16 that number is known only afterwards: it may then be some bytes longer."""
     left: dict[str, LeftModule] = field(default_factory=dict)
     requantized: dict[str, Any] | None = None  # Codes whose values are quantized again: how many, and the least SQNR
+    free_bytes: int = 0  # On the destination's disk; 0 where nothing can be written
 
     @property
     def seconds(self) -> float:
@@ -74,6 +76,12 @@ class Estimate:
         """What ``--json`` prints."""
         facts = {**asdict(self), "left": left_facts(self.left)}
         return {"ok": True, "dry_run": True, **facts, "seconds": self.seconds}
+
+    def _too_large(self) -> list[str]:
+        if self.free_bytes >= self.output_bytes:
+            return []
+        got = f"has {self.free_bytes:,} free bytes, too few" if self.free_bytes else "cannot be written to"
+        return [f"note: the conversion would fail: the destination's disk {got}"]
 
     def __str__(self) -> str:
         tail = "" if self.exact else f" (and the count of rounded values in {MANIFEST_FILE})"
@@ -86,6 +94,7 @@ class Estimate:
             f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, in addition the disk "
             f"{self.disk_seconds:,.1f} s at its present speed)",
             *(f"note: {note}" for note in (*left_notes(self.left), requantized_note(self.requantized)) if note),
+            *self._too_large(),
             "nothing was written",
         ]
         return "\n".join(lines)
@@ -139,6 +148,7 @@ def estimate_conversion(
         peak_memory_bytes=anonymous_bytes() + _held_bytes(plan, tensors, count),
         compute_seconds=planning + compute_seconds,
         disk_seconds=output_bytes * _write_cost(destination.parent),
+        free_bytes=_free_bytes(destination),
         left=plan.left,
         requantized=requantized(plan.pieces, tensors, plan.source.encodings, plan.options),
         exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),
@@ -257,6 +267,12 @@ def _write_cost(folder: Path) -> float:
             return (time.perf_counter() - begin) / SAMPLE_BYTES
     except OSError:
         return 0.0
+
+
+def _free_bytes(destination: Path) -> int:
+    """Free bytes where the destination would be; 0 where nobody may write."""
+    folder = Path(os.path.abspath(destination)).parent
+    return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
 
 
 def _fastest(work: Callable[[], object]) -> float:

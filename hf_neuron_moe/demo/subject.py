@@ -70,11 +70,11 @@ def upcycled(source: str | None, layers: int, steps: int | None, seed: int) -> S
     llama, tokenizer = load() if source is None else _llama(source)
     taken = choose_layers(llama.config.num_hidden_layers, min(layers, llama.config.num_hidden_layers))
     model = upcycle(llama, Experts(taken, EXPERTS, seed=seed))
+    count = model.num_parameters()
+    size = f"{count / 1e6:,.0f} M" if count >= 10**6 else f"{count:,}"
     setting = Setting(steps or 12, batch=2, length=96, learning_rate=2e-4)
-    title = (
-        f"a Mixtral of {model.num_parameters() / 1e6:,.0f} M parameters, made from {len(taken)} of the "
-        f"{llama.config.num_hidden_layers} layers of {source or 'SmolLM2-135M-Instruct'}"
-    )
+    layers_of = f"{len(taken)} of the {llama.config.num_hidden_layers} layers of {source or 'SmolLM2-135M-Instruct'}"
+    title = f"a Mixtral of {size} parameters, made from {layers_of}"
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))

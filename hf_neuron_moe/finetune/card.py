@@ -43,12 +43,13 @@ def _settings(trainer: Any, options: Options) -> dict[str, Any]:
     args, lora, data = trainer.args, options.lora, options.data
     targets = ", ".join([*lora.lora_targets, *lora.lora_parameters])
     return {
-        "data": data.dataset or ", ".join(Path(file).name for file in data.train_files),
+        "data": data.dataset or ", ".join(Path(file).name for file in data.train_files).replace("|", "\\|"),
         "training rows": f"{len(trainer.train_dataset):,}",
         "LoRA": f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g} on {targets}" if lora.lora_rank else None,
         "steps": f"{trainer.state.global_step:,} of {trainer.state.max_steps:,}",
         "rows per step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "learning rate": f"{args.learning_rate:g}, {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
+        "beta": getattr(args, "beta", None) if data.method == "dpo" else None,
         "longest row": args.max_length,
         "packed": getattr(args, "packing", None),
         "seed": args.seed,

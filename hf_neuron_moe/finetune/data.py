@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import re
@@ -130,6 +131,7 @@ def _read(options: Options, tokenizer: PreTrainedTokenizerBase, argument: str, s
     return kind, kept.remove_columns(EMPTY)
 
 
+_CANNOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.ENOENT, errno.ENOTDIR)
 _WORDS = {
     "text": "text",
     "messages": "chat messages",
@@ -170,7 +172,7 @@ def _from_hub(options: Options, split: str) -> Dataset:
 
 def _from_files(files: list[str], argument: str) -> Dataset:
     kinds = sorted({Path(path).suffix for path in files})
-    if len(kinds) != 1 or kinds[0] not in BUILDERS:
+    if len({BUILDERS.get(kind, kind) for kind in kinds}) != 1 or kinds[0] not in BUILDERS:
         got = " and ".join(kind or "no suffix" for kind in kinds)
         raise bad(argument, f"files of one kind among {', '.join(BUILDERS)}", got, "Convert them to one kind.")
     more: dict[str, Any] = {"sample_by": "document"} if kinds[0] == ".txt" else {}
@@ -180,6 +182,10 @@ def _from_files(files: list[str], argument: str) -> Dataset:
         with quiet_datasets():
             return load_dataset(BUILDERS[kinds[0]], data_files=[*map(glob.escape, files)], split="train", **more)
     except (DatasetsError, ValueError, OSError, StopIteration) as error:  # the last where all files are empty
+        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and error.filename not in files:
+            cache, fix = datasets.config.HF_DATASETS_CACHE, "Name another in the environment: HF_HOME=FOLDER."
+            got = f"{cache} ({error.strerror})"
+            raise bad("HF_DATASETS_CACHE", "a folder that datasets can write to", got, fix) from error
         found = next(filter(None, map(_first_fault, files)), None) if BUILDERS[kinds[0]] == "json" else None
         got = found or f"{', '.join(files)}, which cannot be read: {one_line(error.__cause__ or error)}"
         raise bad(argument, f"readable {kinds[0]} files", got, "Correct the file.") from error

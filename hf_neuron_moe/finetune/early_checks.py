@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
 import os
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.training_args import OptimizerNames
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -47,6 +49,7 @@ from hf_neuron_moe.finetune.model_files import (
 from hf_neuron_moe.finetune.needs import check_needs
 from hf_neuron_moe.finetune.train_options import LoraOptions, Options, bad, one_line
 from hf_neuron_moe.training.checkpoint_files import find_last_complete
+from hf_neuron_moe.training.run_files import FOLDER, RUN_FILE
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers for which transformers makes a mask from position ids."""
@@ -139,6 +142,10 @@ def check_loading(options: Options) -> None:
     if getattr(options.training, "model_init_kwargs", None):
         fix = "Use the options model, revision, dtype and attn_implementation."
         raise bad("model_init_kwargs", "left out, since the model is loaded by options of their own", "some", fix)
+    packs, cuts = getattr(options.training, "packing", False), options.training.max_length is not None
+    if getattr(options.training, "padding_free", False) and cuts and not packs:
+        fix = "Set packing: true, or max_length: null, which cuts no row."
+        raise bad("padding_free", "used with packing, or with max_length: null", "neither", fix)
     if kwargs.get("skip_prepare_dataset"):
         fix = "Leave it out. For data that is tokenized already, use TRL's SFTTrainer in a script of your own."
         raise bad("dataset_kwargs", "without skip_prepare_dataset, since this command reads text", "true", fix)
@@ -177,6 +184,7 @@ def check_training(options: Options, config: bytes | str) -> None:
         config: what ``read_config`` returned.
     """
     check_length(options, config)
+    check_merging(options.lora, sharded=bool(options.model.layout))
     check_resumed(options, config)
     check_targets(options, config)
     frozen = conversion_of(config) in FROZEN
@@ -308,10 +316,10 @@ def check_quantized_backend(backend: str, fallback: str) -> None:
 
 
 def check_merging(lora: LoraOptions, *, sharded: bool) -> None:
-    """Refuse to merge adapters into weights that FSDP shards."""
+    """Refuse to merge adapters into weights that are spread over processes: no process has them."""
     if sharded and lora.lora_merge:
         fix = "Load the saved adapter in one process and call merge_and_unload() there."
-        raise bad("lora_merge", "false under FSDP", "true", fix)
+        raise bad("lora_merge", "false where weights are sharded", "true", fix)
 
 
 def last_complete(folder: str) -> Path | None:
@@ -322,7 +330,7 @@ def last_complete(folder: str) -> Path | None:
 
 
 def check_resumed(options: Options, config: bytes | str) -> None:
-    """Refuse a checkpoint of another model or of other adapters: its optimizer ends the process in these shapes."""
+    """Refuse a checkpoint of another model, of other adapters or another optimizer, whose states do not fit."""
     wish = options.training.resume_from_checkpoint
     folder = last_complete(options.training.output_dir) if wish in (True, "true", "True", "auto") else Path(wish or "")
     if not wish or folder is None:
@@ -343,10 +351,29 @@ def check_resumed(options: Options, config: bytes | str) -> None:
     else:
         was |= {name: value for name, value in content_of(read_config(folder)).items() if name in SHAPE}
         now |= {name: value for name, value in content_of(config).items() if name in SHAPE}
+    kind = _optimizer_of(options.training, recorded(folder.parent).get("training", {}).get("optim"))
+    if kind is not None:
+        was["optim"], now["optim"] = kind, _optimizer_of(options.training, options.training.optim)
     found = [f"{name} {was[name]} and {now[name]}" for name in was if name in now and was[name] != now[name]]
     if found:
-        expected, got = "a checkpoint of this run's model and adapters", f"{folder}: {found[0]} here"
+        expected, got = "a checkpoint of this run's model, adapters and optimizer", f"{folder}: {found[0]} here"
         raise bad("resume_from_checkpoint", expected, got, "Name another output_dir, or begin without it.")
+
+
+def recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the parts of the record of the last run in an output folder; none where there is no such record."""
+    parts = content_of(read_config(folder / FOLDER, RUN_FILE))
+    return {name: part for name, part in parts.items() if isinstance(part, dict)}
+
+
+def _optimizer_of(training: Any, name: str | None) -> str | None:
+    """Return the class of the optimizer of a name; None where it is not known or cannot be made here."""
+    other = copy.copy(training)
+    try:
+        other.optim = OptimizerNames(name)
+        return str(Trainer.get_optimizer_cls_and_kwargs(other)[0].__name__)
+    except (ImportError, ValueError):
+        return None
 
 
 def check_resume(options: Options) -> None:

@@ -74,6 +74,9 @@ ELSEWHERE = {
 _BESIDES: dict[str, set[Any]] = {"fsdp": {bool}, "resume_from_checkpoint": {bool}, "neuron_precision": {dict}}
 """What options take besides the classes that their annotations name."""
 
+_WORDS = {"include_num_input_tokens_seen": ("all", "non_padding", "no")}
+"""What flags take besides true and false."""
+
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -247,6 +250,8 @@ def _converted(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
 
 def _scalar(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
     kind: Any = action.type
+    if isinstance(value, str) and value in _WORDS.get(action.dest, ()):
+        return value
     name = getattr(kind, "__name__", str(kind))
     is_flag, is_text = name == "string_to_bool", kind not in (int, float)
     if isinstance(value, bool) and is_text and not is_flag and bool not in kinds:
@@ -324,6 +329,7 @@ def _names_values(value: object) -> bool:
 _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("learning_rate", lambda rate: 0 <= rate < math.inf, "a finite number, 0 or more", "2e-5 suits many runs."),
     ("per_device_train_batch_size", lambda count: count >= 1, "at least 1", "1 needs the least memory."),
+    ("max_steps", lambda count: count != 0, "at least 1", "Leave it out to count epochs."),
     ("gradient_accumulation_steps", lambda count: count >= 1, "at least 1", "1 is the default."),
     ("max_length", lambda length: length is None or length >= 2, "at least 2", "1024 suits most runs."),
     ("eval_share", lambda share: 0 <= share < 1, "at least 0 and less than 1", "0.05 keeps a twentieth."),
@@ -385,6 +391,9 @@ def _checked(options: Options) -> Options:
         raise bad("lora_merge", "used with a lora_rank above 0", 0, "Set lora_rank, or leave lora_merge out.")
     if lora.lora_parameters and lora.lora_dropout:
         raise bad("lora_dropout", "0 with lora_parameters", lora.lora_dropout, "Set lora_dropout: 0.")
+    best = training.metric_for_best_model
+    if training.load_best_model_at_end and best not in (None, "loss", "eval_loss"):
+        raise bad("metric_for_best_model", "eval_loss, which every evaluation has", repr(best), "Leave it out.")
     if training.eval_strategy != "no" and not options.has_evaluation:
         fix = "Name evaluation data, or set eval_strategy: 'no'."
         raise bad("eval_strategy", "used with eval_files, eval_split or eval_share", "none of them", fix)

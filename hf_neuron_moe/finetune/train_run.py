@@ -20,12 +20,14 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import this_device
 from hf_neuron_moe.errors import NeuronMoEError, counted
 from hf_neuron_moe.finetune.data import Data, limited, load_data
-from hf_neuron_moe.finetune.early_checks import check_merging, check_packing, check_run, last_complete
+from hf_neuron_moe.finetune.early_checks import check_merging, check_packing, check_run, last_complete, recorded
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
 from hf_neuron_moe.finetune.model import adapters, describe_unpatched, load_model, load_tokenizer, patch, save_merged
 from hf_neuron_moe.finetune.reading import blamed, located
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 from hf_neuron_moe.finetune.trainers import TRAINERS, StopAfterStep
+from hf_neuron_moe.patching.apply import report_of
+from hf_neuron_moe.precision_map import spelled
 from hf_neuron_moe.training.prepare import refuse_unsavable_adapters
 
 MERGED = "merged"
@@ -79,6 +81,11 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
         out = Path(options.training.output_dir)
         if (out / TRAINER_STATE_NAME).is_file() and not checkpoint_to_resume(options):
             tell(f"{out} holds a run that ended, and this one writes over it; --resume would continue it")
+        was = recorded(out).get("config", {}).get("precision")
+        report = report_of(trainer.accelerator.unwrap_model(trainer.model))
+        now = None if report is None else spelled(report.config.precision)
+        if checkpoint_to_resume(options) and was is not None and now not in (None, spelled(was)):
+            tell(f"this run was computed in {spelled(was)}, and continues in {now}")
         return _train(trainer, options, tell)
 
 

@@ -40,6 +40,8 @@ class Arguments(TypedDict):
     processes: NotRequired[int | None]
     max_steps: NotRequired[int | None]
     resumed_from_step: NotRequired[int | None]
+    loss_type: NotRequired[str | None]
+    rows: NotRequired[int | None]
 
 
 class Run(TypedDict):
@@ -72,6 +74,8 @@ class Record(TypedDict):
     loss: NotRequired[Number]
     learning_rate: NotRequired[Number]
     grad_norm: NotRequired[Number]
+    reward_margin: NotRequired[Number]
+    reward_accuracy: NotRequired[Number]
     tokens_per_second: NotRequired[Number]
     peak_memory_bytes: NotRequired[Number]
     saved_bytes_per_token: NotRequired[Number]

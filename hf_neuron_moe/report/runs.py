@@ -19,6 +19,8 @@ Facts = dict[str, str]
 _LOGGED = (
     ("learning_rate", "Learning rate", "learning rate", 1),
     ("grad_norm", "Gradient norm", "gradient norm", 1),
+    ("reward_margin", "Reward margin", "chosen minus rejected", 1),
+    ("reward_accuracy", "Reward accuracy", "share of pairs", 1),
     ("tokens_per_second", "Throughput", "tokens/s", 1),
     ("peak_memory_bytes", "Peak memory", "GiB", 2**30),
 )
@@ -65,6 +67,7 @@ def _arguments(run: RunData) -> Facts:
     batch = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}" if len(sizes) == len(parts) else None
     processes = training.get("processes", (run.run.get("environment") or {}).get("processes"))
     facts = {"trained": _trained(training), "processes": processes, "learning rate": rate, "batch": batch}
+    facts |= {"rows": training.get("rows"), "loss of": training.get("loss_type")}
     return {name: _text(value) for name, value in facts.items()}
 
 
@@ -78,11 +81,13 @@ def _trained(training: Mapping[str, Any]) -> str | None:
 
 
 def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
-    """Return the runs that logged losses, by model and configuration."""
+    """Return the runs that logged losses, by model, kind of loss and configuration."""
     models: dict[str, list[Group]] = defaultdict(list)
     for run in runs:
         if _logged(run, "loss"):
-            groups, facts = models[run.model], configuration(run)
+            kind = run.training.get("loss_type")
+            name = run.model if kind in (None, "nll") else f"{run.model}, loss {kind}"
+            groups, facts = models[name], configuration(run)
             known = next((group for group in groups if group.facts == facts), None)
             if known is None:
                 groups.append(Group(facts, [run]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,8 @@ from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refus
 from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles, environment, training_record
 
 _WHERE = "NeuronMoECallback"
+_PREFERENCE = {"rewards/margins": "reward_margin", "rewards/accuracies": "reward_accuracy"}
+"""What TRL's DPOTrainer logs, and its names in the files."""
 
 
 class NeuronMoECallback(TrainerCallback):
@@ -122,11 +124,12 @@ class NeuronMoECallback(TrainerCallback):
         self.sample_every = from_args if self.health_steps is None else self.health_steps
         self.files = RunFiles(args.output_dir) if state.is_world_process_zero else None
         if self.files is not None:
-            patch = patch_record(model)
+            patch, data = patch_record(model), getattr(kwargs.get("train_dataloader"), "dataset", None)
+            rows = len(data) if isinstance(data, Sized) else None
             run = {
                 "patch": patch,
                 "config": patch["config"],
-                "training": training_record(args, state, model),
+                "training": training_record(args, state, model, rows),
                 "environment": {**environment(), "processes": args.world_size},
                 "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
             }
@@ -199,6 +202,7 @@ class NeuronMoECallback(TrainerCallback):
         pending, self.pending = self.pending, None
         if self.files is not None and pending is not None:
             head = {key: logs.get(key) for key in ("epoch", "loss", "learning_rate", "grad_norm")}
+            head |= {name: logs[key] for key, name in _PREFERENCE.items() if key in logs}
             self.files.append({"step": state.global_step, **head, **pending})
 
     def on_train_end(

@@ -50,17 +50,21 @@ class RunFiles:
             file.write(line + "\n")
 
 
-def training_record(args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
+def training_record(
+    args: TrainingArguments, state: TrainerState, model: nn.Module, rows: int | None = None
+) -> dict[str, Any]:
     """Return what of the training arguments, the state when training begins and the model makes runs comparable.
 
     ``resumed_from_step`` is 0 for a new run; ``parameters`` and ``trainable_parameters`` are numbers of elements,
     adapters included. ``adapter`` is peft's kind, null without; ``lora_rank`` is null where the kind has no rank.
+    ``loss_type`` is TRL's, null without; `rows` is the size of the training data, None where it has none.
     """
     sizes = [(getattr(param, "ds_numel", param.numel()), param.requires_grad) for param in model.parameters()]
     wrapped = (getattr(module, "peft_config", None) for module in model.modules())  # peft's configurations by name
     adapters = next((found for found in wrapped if isinstance(found, Mapping) and found), {})
     adapter = next(iter(adapters.values()), None)
     kind = getattr(adapter, "peft_type", None)
+    kinds = getattr(args, "loss_type", None) or ""  # of TRL's arguments
     return {
         "learning_rate": args.learning_rate,
         "batch_size_per_process": args.train_batch_size,
@@ -73,6 +77,9 @@ def training_record(args: TrainingArguments, state: TrainerState, model: nn.Modu
         "trainable_parameters": sum(count for count, is_trained in sizes if is_trained),
         "adapter": None if kind is None else str(getattr(kind, "value", kind)).lower(),
         "lora_rank": getattr(adapter, "r", None),
+        "optim": str(getattr(args.optim, "value", args.optim)),
+        "loss_type": ", ".join([kinds] if isinstance(kinds, str) else kinds) or None,
+        "rows": rows,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -100,6 +101,28 @@ def test_parts_dry_runs_and_resume_through_the_command_line(model_dir, run, tmp_
     written = {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()}
     assert written == {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     assert {name: len(content) for name, content in written.items()} == dry["files"]
+
+
+def test_a_dry_run_says_what_the_disk_cannot_hold(model_dir, run, tmp_path, monkeypatch):
+    assert "would fail" not in run("convert", model_dir, tmp_path / "dst", "--dry-run").out
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    dry = run("convert", model_dir, tmp_path / "dst", "--dry-run")
+    assert dry.code == 0 and "would fail: the destination's disk has 1,000 free bytes, too few" in dry.out
+    monkeypatch.setattr("os.access", lambda folder, mode: False)
+    dry = run("convert", model_dir, tmp_path / "dst", "--dry-run")
+    assert "would fail: the destination's disk cannot be written to" in dry.out
+
+
+def test_a_stopped_conversion_says_how_to_continue(model_dir, run, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_neuron_moe.convert.convert_checkpoint", stop)
+    for more in (["--resume"], ["--part", "1/2"]):
+        stopped = run("convert", model_dir, tmp_path / "dst", *more)
+        assert stopped.code == 130 and f"{tmp_path / 'dst'}.partial has what is finished" in stopped.err
+    assert "partial" not in run("convert", model_dir, tmp_path / "dst").err
 
 
 def test_times_in_words():

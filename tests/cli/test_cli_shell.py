@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
+
+from hf_neuron_moe.cli.estimate import policies_table
+from hf_neuron_moe.training.memory_estimate import PolicyEstimate
 
 PROGRAM = [sys.executable, "-m", "hf_neuron_moe"]
 
@@ -38,6 +43,29 @@ def test_commands_and_options_are_completed(shell, monkeypatch, run):
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     result = run()
     assert result.code == 0 and ("estimate" if shell == "bash" else "--tokens") in result.out
+
+
+def test_values_of_options_are_completed(monkeypatch, run):
+    monkeypatch.setenv("_HF_NEURON_MOE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "hf-neuron-moe estimate model --device tr")
+    monkeypatch.setenv("COMP_CWORD", "4")
+    assert run().out.split() == ["trn2", "trn3"]
+
+
+@pytest.mark.parametrize("columns", [50, 60, 80])
+def test_the_estimate_keeps_its_columns_in_a_narrow_terminal(columns):
+    table = console_lines(columns)
+    assert max(map(len, table)) <= columns
+    words = " ".join(table)
+    assert all(name in words for name in ("minimal", "12.0 MiB", "KiB", "total"))
+
+
+def console_lines(columns):
+    """The table of the estimate as a terminal of that width shows it."""
+    policy = PolicyEstimate("minimal", 12 * 2**20, 2**20, 2048.0, 13 * 2**20)
+    out = io.StringIO()
+    Console(file=out, width=columns).print(policies_table([policy], {}))
+    return out.getvalue().splitlines()
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -143,6 +143,7 @@ def test_another_model_is_an_error_of_one_line(
     assert call("--model", model) == 2
     err = capsys.readouterr().err.splitlines()
     assert said in err[-1] and "--model must be" in err[-1] and len(err) == 2
+    assert not Path("demo_output").exists()
 
 
 def test_options_that_contradict_each_other_and_a_folder_that_is_a_file(

@@ -455,6 +455,14 @@ def test_what_sharding_excludes_is_found_first(
         training(options(long_models["llama"], neuron_backend="neuron", **fine))
 
 
+@pytest.mark.parametrize("size", ["tp_size", "ep_size", "fsdp_size", "dp_replicate_size"])
+def test_adapters_are_not_merged_into_weights_that_a_layout_spreads(long_models: dict[str, Path], size: str) -> None:
+    """One process would wait for the others: a merge gathers."""
+    with refused(ConfigError, "lora_merge", got="true"):
+        training(options(long_models["llama"], lora_rank=4, lora_merge="true", **{size: 2}))
+    training(options(long_models["llama"], lora_rank=4, **{size: 2}))
+
+
 def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path: Path) -> None:
     with installed(tmp_path, Double(target="trn2")):
         check(options(models["mixtral"], neuron_backend="neuron"))

@@ -280,6 +280,23 @@ def test_damaged_files_and_unknown_columns(models: dict[str, Path], tmp_path: Pa
         loaded(models["llama"], tmp_path / "?.*", tmp_path)
 
 
+def test_lines_and_lists_of_json_are_one_kind(models: dict[str, Path], tmp_path: Path) -> None:
+    lines, whole = write(tmp_path, ROWS["messages"]), tmp_path / "whole.json"
+    whole.write_text(json.dumps(ROWS["messages"]), encoding="utf-8")
+    one = loaded(models["llama"], lines, tmp_path).train
+    both = loaded(models["llama"], lines, tmp_path, train_files=[str(lines), str(whole)]).train
+    assert [*both] == [*one, *one]
+
+
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    with refused(ConfigError, "HF_DATASETS_CACHE", "HF_HOME=FOLDER", got=str(tmp_path / "file" / "cache")):
+        loaded(models["llama"], write(tmp_path, ROWS["messages"]), tmp_path)
+
+
 def test_chats_need_a_template_and_marks_for_answers(models: dict[str, Path], tmp_path: Path) -> None:
     file = write(tmp_path, ROWS["messages"])
     with refused(ConfigError, "model", "chat_template_path", got="one without"):

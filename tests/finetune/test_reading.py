@@ -149,6 +149,13 @@ WRONG = [
     ("deepspeed: ds.json", "deepspeed", r"got 'ds\.json'\. Install it"),
     ("learning_rate: -1.0", "learning_rate", r"got -1\.0"),
     ("learning_rate: .nan", "learning_rate", "got nan"),
+    ("max_steps: 0", "max_steps", "got 0"),
+    ("include_num_input_tokens_seen: some", "include_num_input_tokens_seen", "got 'some'"),
+    (
+        "metric_for_best_model: eval_foo\nload_best_model_at_end: true\neval_strategy: steps\nsave_strategy: steps",
+        "metric_for_best_model",
+        "got 'eval_foo'",
+    ),
     ("max_steps: ten", "max_steps", "a whole number, got 'ten'"),
     ("max_steps: 1.5", "max_steps", r"got 1\.5"),
     ("use_liger_kernel: maybe", "use_liger_kernel", "true or false, got 'maybe'"),
@@ -258,6 +265,13 @@ def test_memory_is_not_pinned_for_a_processor_unless_asked_for() -> None:
     given = ["--model", "m", "--train_files", "a.txt"]
     assert read_options(given).training.dataloader_pin_memory is False, "torch warns of it"
     assert read_options([*given, "--dataloader_pin_memory", "true"]).training.dataloader_pin_memory is True
+
+
+def test_flags_that_take_words_too() -> None:
+    for word in ("all", "non_padding", "no"):
+        given = options_of("tiny-llama", "--include_num_input_tokens_seen", word)
+        assert given.training.include_num_input_tokens_seen == word
+    assert options_of("tiny-llama", "--include_num_input_tokens_seen").training.include_num_input_tokens_seen == "all"
 
 
 def test_names_from_elsewhere_are_not_ours_and_lead_to_ours() -> None:

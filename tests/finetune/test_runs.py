@@ -23,6 +23,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from hf_neuron_moe.cli.train import _program
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import ConfigError, NonFiniteWeightsError
 from hf_neuron_moe.finetune import finetune, read_options, train_run as run_module
@@ -260,11 +261,17 @@ def test_a_checkpoint_of_another_run_is_not_resumed(models: dict[str, Path], tmp
         (lora, "llama", {"lora_rank": 4}, "lora_rank 2 and 4 here"),
         (lora, "llama", {"lora_rank": 2, "lora_targets": ["q_proj"]}, "lora_targets ['k_proj', "),
         (lora, "llama", {"lora_rank": 2, "lora_targets": ["all-linear"]}, "loaded state dict contains"),
-        (full, "llama", {"optim": "sgd"}, "'momentum'"),
+        (full, "llama", {"optim": "sgd"}, "optim AdamW and SGD here"),
     ):
-        prefix = "" if got.startswith(("loaded", "'")) else f"{out}/checkpoint-1: "
+        prefix = "" if got.startswith("loaded") else f"{out}/checkpoint-1: "
+        record = (out / "neuron_moe" / "run.json").read_bytes()
         with refused(ConfigError, "resume_from_checkpoint", got=prefix + got):
             finetune(read_options(words(models[model], file, out, **keys, **more)))
+        assert (out / "neuron_moe" / "run.json").read_bytes() == record or got.startswith("loaded")
+    told: list[str] = []
+    bf16 = {**keys, "neuron_precision": "bf16", "optim": "adamw_torch"}  # of the same class as the fused one
+    finetune(read_options(words(models["llama"], file, full, **bf16)), told.append)
+    assert "this run was computed in fp32, and continues in bf16" in told
     finetune(read_options(words(models["llama"], file, lora, **keys, lora_rank=2)))
 
 
@@ -323,6 +330,29 @@ def test_ctrl_c_of_the_command_prints_the_command_that_resumes(models: dict[str,
     assert command == ["hf-neuron-moe", "train", str(file), "--seed", "1", "--resume"]
     (checkpoint,) = out.glob("checkpoint-*")
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("processes", "environment", "program"),
+    [
+        (1, {}, "hf-neuron-moe"),
+        (2, {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}, "torchrun --nproc-per-node 2 -m hf_neuron_moe"),
+        (4, {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}, "(with the same launcher) -m hf_neuron_moe"),
+        (
+            2,
+            {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"},
+            "(with the same launcher) -m hf_neuron_moe",
+        ),
+    ],
+)
+def test_the_command_that_resumes_begins_as_the_run_did(
+    processes: int, environment: dict[str, str], program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _program(processes) == program
 
 
 def test_the_example_script_trains(

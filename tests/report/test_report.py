@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 from plotly import graph_objects
+from typer.testing import CliRunner
 
+from hf_neuron_moe.cli.main import application
 from hf_neuron_moe.cli.report import report
 from hf_neuron_moe.errors import DestinationError, DiskError, ReportError
 from hf_neuron_moe.report import read_runs, render, run_data, write_report
@@ -163,6 +165,21 @@ def test_only_runs_of_one_configuration_share_a_line(tmp_path: Path) -> None:
         assert part in words
 
 
+def test_losses_of_other_kinds_and_other_data_are_never_averaged(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, loss_type="nll", rows=10)
+    write_run(tmp_path / "b", seed=1, loss_type="nll", rows=10)
+    write_run(tmp_path / "more", seed=0, loss_type="nll", rows=20)
+    write_run(tmp_path / "dpo", seed=0, loss_type="sigmoid", rows=10)
+    contents = read_runs(tmp_path)
+    models = grouped(contents.runs)
+    assert {name: [[run.name for run in group.runs] for group in groups] for name, groups in models.items()} == {
+        "tiny": [["a", "b"], ["more"]],
+        "tiny, loss sigmoid": [["dpo"]],
+    }
+    assert [line for line in labels(models["tiny"]) if "rows 20" in line] == labels(models["tiny"])[1:]
+    assert "tiny, loss sigmoid: loss as logged" in Page(render(contents)).text()
+
+
 def test_a_band_goes_on_where_a_run_has_ended() -> None:
     line = band_of_runs("x", {"a": [(1.0, 2.0), (2.0, 4.0)], "b": [(1.0, 4.0), (2.0, 6.0), (3.0, 8.0)]})
     assert line.points == [(1.0, 3.0), (2.0, 5.0), (3.0, 8.0)]
@@ -273,6 +290,12 @@ def test_a_file_with_another_value_is_shown_or_refused(name: str, tmp_path: Path
                 refusals += 1
         container[key] = right
     assert shown and refusals
+
+
+def test_a_name_that_says_no_form_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    result = CliRunner().invoke(application(), ["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.pdf")])
+    assert result.exit_code == 2 and "--format" in result.output and not (tmp_path / "page.pdf").exists()
 
 
 def test_wrong_places_are_refused_with_what_was_expected(tmp_path: Path) -> None:

@@ -152,6 +152,9 @@ def test_every_key_is_logged_and_written(tmp_path: Path) -> None:
         "trainable_parameters": count,
         "adapter": None,
         "lora_rank": None,
+        "optim": run.args.optim.value,
+        "loss_type": None,
+        "rows": len(run.train_dataset),
     }
     assert written["model"] == "MixtralForCausalLM"
     assert {entry["name"] for entry in written["patch"]["entries"]} == lines[0]["experts"].keys()
