@@ -45,8 +45,9 @@ class Mutant:
         file: path below the package.
         before: text of the line or a part of it, which the file holds once.
         after: what stands there instead.
-        tests: pytest arguments: files or node ids, of which at least one must fail; those marked slow are left out.
+        tests: pytest arguments: files or node ids, of which at least one must fail.
         equivalent: why nothing can see it; empty where something must.
+        slow: whether those of the tests run too that are marked slow.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Mutant:
     after: str
     tests: tuple[str, ...]
     equivalent: str = ""
+    slow: bool = False
 
     @property
     def package(self) -> str:
@@ -85,7 +87,7 @@ def problems(mutants: Sequence[Mutant], root: Path) -> list[str]:
     return found
 
 
-def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[str, str]:
+def run_tests(root: Path, tests: Sequence[str], limit: float, slow: bool = False) -> tuple[str, str]:
     """Run tests of a copy; return the outcome and the end of what pytest printed."""
     settings = {
         "PYTHONPATH": str(root),
@@ -103,8 +105,7 @@ def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[str, str]
         "pytest",
         "-q",
         "-x",
-        "-m",
-        "not slow",
+        *(() if slow else ("-m", "not slow")),
         "-p",
         "no:cacheprovider",
         "--tb=line",
@@ -154,7 +155,7 @@ def run(mutants: Sequence[Mutant], source: Path, jobs: int, limit: float) -> lis
         copy, start = free.get(), time.monotonic()
         try:
             with changed(copy, mutant):
-                outcome, line = run_tests(copy, mutant.tests, limit)
+                outcome, line = run_tests(copy, mutant.tests, limit, mutant.slow)
         finally:
             free.put(copy)
         answer = verdict(mutant, outcome)
@@ -167,12 +168,13 @@ def run(mutants: Sequence[Mutant], source: Path, jobs: int, limit: float) -> lis
             copy = Path(place) / str(number)
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
             free.put(copy)
-        tests = sorted({test for each in mutants for test in each.tests})
-        outcome, line = run_tests(Path(place) / "0", tests, limit * 10)
-        if outcome != SURVIVED:
-            print(f"without any change the tests do not pass ({outcome}): {line}")
-            return ["TESTS DO NOT RUN"]
-        print(f"unchanged: {line}", flush=True)
+        for slow in sorted({each.slow for each in mutants}):
+            tests = sorted({test for each in mutants for test in each.tests if each.slow is slow})
+            outcome, line = run_tests(Path(place) / "0", tests, limit * 10, slow)
+            if outcome != SURVIVED:
+                print(f"without any change the tests do not pass ({outcome}): {line}")
+                return ["TESTS DO NOT RUN"]
+            print(f"unchanged: {line}", flush=True)
         with ThreadPoolExecutor(jobs) as pool:
             return list(pool.map(attempt, mutants))
 

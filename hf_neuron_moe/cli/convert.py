@@ -171,4 +171,6 @@ def show_manifest(manifest: Manifest, destination: object, watch: Watch, as_json
     notes = (*left_notes(manifest.left), rounding_note(manifest), requantized_note(again), nonfinite_note(manifest))
     rate = in_words(watch.done / max(watch.seconds, 1e-9))
     cost = f"{in_words(watch.done)} in {watch.seconds:.1f} s ({rate}/s), peak memory {in_words(watch.peak)}"
+    if not watch.done:
+        cost = f"nothing was left to convert; what was there was checked in {watch.seconds:.1f} s"
     tell(as_json, facts, text, *(f"note: {note}" for note in notes if note), cost)

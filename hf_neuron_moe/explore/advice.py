@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from hf_neuron_moe.device.kernel_support import BlockGroup, usable_kernels
@@ -37,16 +38,21 @@ def advise(measures: Measures, costs: Mapping[str, Mapping[str, Cost]], device: 
     return lines
 
 
-def without_kernels(groups: Iterable[BlockGroup], precisions: Mapping[str, str], device: str) -> list[str]:
-    """Return a sentence for each reason why documented kernels of a Neuron chip do not train blocks as planned."""
+def missing_kernels(groups: Iterable[BlockGroup], device: str) -> dict[tuple[str, str], str]:
+    """Return by block and precision why no documented kernel of a Neuron chip trains it; nothing for a GPU."""
     if device not in CHIPS:
-        return []
-    found: dict[tuple[str, str], int] = {}
-    for each in usable_kernels(groups, None, None):
-        reason = each.documented[device]
-        count = sum(precisions.get(name) == each.precision for name in each.group.names)
-        if reason is not None and count:
-            found[each.precision, reason] = found.get((each.precision, reason), 0) + count
+        return {}
+    answers = [(each, each.documented[device]) for each in usable_kernels(groups, None, None)]
+    return {
+        (name, each.precision): reason for each, reason in answers if reason is not None for name in each.group.names
+    }
+
+
+def without_kernels(missing: Mapping[tuple[str, str], str], precisions: Mapping[str, str], device: str) -> list[str]:
+    """Return a sentence for each reason why documented kernels of a Neuron chip do not train blocks as planned."""
+    found = Counter(
+        (precision, reason) for (name, precision), reason in missing.items() if precisions.get(name) == precision
+    )
     return [
         f"No documented kernel trains {counted(count, 'block')} of the plan in {precision} on {device}: {reason}. "
         "PyTorch computes them with neuron_fallback: torch, and takes other times than those above."

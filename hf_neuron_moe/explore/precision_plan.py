@@ -5,7 +5,7 @@ Times are estimates from published figures; nothing was measured on a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,10 +122,12 @@ def make_plan(
     step: int,
     *,
     frozen: bool = False,
+    missing: Collection[tuple[str, str]] = (),
 ) -> Plan:
     """Return the assignment with the least time whose expected change of the loss is below `limit`.
 
-    Of `frozen` weights, which a conversion stores, it is the one with the least bytes.
+    Blocks and precisions that are `missing` a kernel come last: the fewest of them, then the least time. Of `frozen`
+    weights, which a conversion stores, it is the one with the least bytes.
 
     `limit` is in nats per token. Damages of blocks are taken to add up. Solved exactly, by dynamic programming over
     blocks and damage in :data:`STEPS` parts of the limit, rounded up, so that the sum never exceeds it.
@@ -142,7 +144,8 @@ def make_plan(
             parts = -int(-damage * STEPS // limit) if damage else 0
             seconds, stored = cost.seconds / longest, cost.bytes / heaviest
             # Trained weights have the same bytes whatever they compute with: where no time is gained, bf16 is exacter.
-            rows.append((precision, parts, stored if frozen else seconds + 1e-6 * (precision != "bf16")))
+            seconds += 1e-6 * (precision != "bf16") + 2.0 * len(names) * ((name, precision) in missing)
+            rows.append((precision, parts, stored if frozen else seconds))
         options.append(rows)
     chosen = _cheapest(options)
     precisions = dict(zip(names, chosen, strict=True))

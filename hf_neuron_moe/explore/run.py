@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from hf_neuron_moe.device.kernel_support import block_groups
 from hf_neuron_moe.device.roofline_math import GPUS
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, not_one_of, public
 from hf_neuron_moe.explore import fold as folding
-from hf_neuron_moe.explore.advice import advise, without_kernels
+from hf_neuron_moe.explore.advice import advise, missing_kernels, without_kernels
 from hf_neuron_moe.explore.explain import reason_of
 from hf_neuron_moe.explore.exploration import Exploration, Ranked, standard_error
 from hf_neuron_moe.explore.inputs import check_finite, checked_rows
@@ -109,8 +109,9 @@ def explore(
         one.run(row_L)
         save()
         advance(ROW_WORK * measures.rows)
-    result = _judged(folder, text, options, measures, uncoded)
-    result.advice += without_kernels(groups, result.plan.precisions, options.device)
+    missing = missing_kernels(groups, options.device)
+    result = _judged(folder, text, options, measures, uncoded, missing)
+    result.advice += without_kernels(missing, result.plan.precisions, options.device)
 
     def flipped(count: int) -> None:
         save()
@@ -155,8 +156,18 @@ def load_model(folder: Path) -> Any:
     return model
 
 
-def _judged(folder: Path, text: Path, options: Options, measures: Measures, uncoded: Sequence[str] = ()) -> Exploration:
-    """Rank, explain and plan; no conversion stores codes for the blocks `uncoded`."""
+def _judged(
+    folder: Path,
+    text: Path,
+    options: Options,
+    measures: Measures,
+    uncoded: Sequence[str] = (),
+    missing: Collection[tuple[str, str]] = (),
+) -> Exploration:
+    """Rank, explain and plan; no conversion stores codes for the blocks `uncoded`.
+
+    `missing` are blocks and precisions that the device has no kernel for.
+    """
     planned = [form for form in ("mxfp8", "mxfp4") if form in options.formats]
     ranking = {form: _ranked(measures, form) for form in (*planned, *("bf16",) * ("bf16" in options.formats))}
     kinds = ("bf16", *planned, *MXFP4_PRODUCTS * ("mxfp4" in planned and options.device in GPUS))
@@ -164,7 +175,7 @@ def _judged(folder: Path, text: Path, options: Options, measures: Measures, unco
     trained = {name: {kind: cost for kind, cost in row.items() if "mxfp4" not in kind} for name, row in costs.items()}
     limit = limit_of(options.budget, measures.loss / measures.tokens)
     where = options.device, options.step_tokens
-    plan = make_plan(measures, trained, limit, *where)
+    plan = make_plan(measures, trained, limit, *where, missing=missing)
     stored = costs | {name: {"bf16": costs[name]["bf16"]} for name in uncoded}
     frozen = make_plan(measures, stored, limit, *where, frozen=True) if "mxfp4" in planned else None
     advice = advise(measures, costs, options.device, options.step_tokens)

@@ -114,6 +114,12 @@ def test_a_dry_run_says_what_the_disk_cannot_hold(model_dir, run, tmp_path, monk
     assert "would fail: the destination's disk cannot be written to" in dry.out
 
 
+def test_a_second_resume_says_that_nothing_was_left(model_dir, run, tmp_path):
+    first, again = (run("convert", model_dir, tmp_path / "dst", "--resume") for _ in range(2))
+    assert (first.code, again.code) == (0, 0)
+    assert "nothing was left to convert" in again.out and "nothing was left" not in first.out
+
+
 def test_a_stopped_conversion_says_how_to_continue(model_dir, run, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt

@@ -27,7 +27,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.kernel_support import block_groups
 from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
 from hf_neuron_moe.explore import run as running
-from hf_neuron_moe.explore.advice import without_kernels
+from hf_neuron_moe.explore.advice import missing_kernels, without_kernels
 from hf_neuron_moe.explore.explore_page import short_blocks, write_explore_page
 from hf_neuron_moe.explore.inputs import token_rows
 from hf_neuron_moe.explore.measured_changes import losses_of
@@ -125,11 +125,11 @@ def test_blocks_that_no_kernel_trains_as_planned_are_counted(model_dir):
     groups = block_groups(AutoModelForCausalLM.from_pretrained(model_dir))
     mixed = {"model.layers.0.mlp": "bf16", "model.layers.1.mlp": "mxfp8"}
     for device, precision, reason in (("trn3", "bf16", "for Trn2 only"), ("trn2", "mxfp8", "run on Trn3 only")):
-        (words,) = without_kernels(groups, mixed, device)
+        (words,) = without_kernels(missing_kernels(groups, device), mixed, device)
         assert words.startswith(f"No documented kernel trains 1 block of the plan in {precision} on {device}: ")
         assert reason in words
-    assert without_kernels(groups, dict.fromkeys(mixed, "mxfp8"), "trn3") == []
-    assert without_kernels(groups, mixed, "h100") == []
+    assert without_kernels(missing_kernels(groups, "trn3"), dict.fromkeys(mixed, "mxfp8"), "trn3") == []
+    assert missing_kernels(groups, "h100") == {}
     result = explore(model_dir, TEXT, Options(tokens=256, length=64, verify=0, budget="1e-9%"))
     assert any("No documented kernel trains" in line for line in result.advice)
 

@@ -56,6 +56,22 @@ def test_no_assignment_below_the_limit_is_cheaper(seed: int) -> None:
     assert plan.total.seconds == pytest.approx(best, abs=1e-4)  # what breaks ties is less
 
 
+def test_blocks_without_a_kernel_are_planned_only_where_the_loss_needs_them() -> None:
+    """bf16 is the faster here and has no kernel: without the limit no block takes it, and else the worst one does."""
+    measures = measured([{"mxfp8": 0.1}, {"mxfp8": 0.8}, {"mxfp8": 0.3}])
+    names = list(measures.blocks)
+    costs = {name: {"bf16": Cost(1.0, 2), "mxfp8": Cost(2.0, 1)} for name in names}
+    missing = {(name, "bf16") for name in names}
+
+    def planned(limit: float, missing: set[tuple[str, str]]) -> list[str]:
+        return [*make_plan(measures, costs, limit, "trn3", 1, missing=missing).precisions.values()]
+
+    assert planned(2.0, set()) == ["bf16", "bf16", "bf16"]
+    assert planned(2.0, missing) == ["mxfp8", "mxfp8", "mxfp8"]
+    assert planned(0.5, missing) == ["mxfp8", "bf16", "mxfp8"]
+    assert planned(2.0, missing | {(name, "mxfp8") for name in names}) == ["bf16", "bf16", "bf16"], "none has one"
+
+
 def test_a_plan_is_what_patch_model_recipes_and_training_take(tmp_path: Path) -> None:
     measures = measured([{"mxfp8": 0.1}, {"mxfp8": 5.0}, {"mxfp8": 0.1}])
     costs = {name: {"bf16": Cost(2.0, 2), "mxfp8": Cost(1.0, 1)} for name in measures.blocks}
