@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 _INTERRUPTED = 130  # cli.exit_codes.INTERRUPTED, before it is imported
@@ -18,12 +19,14 @@ def main() -> None:
     asked = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where it is ignored
     if asked:
         signal.signal(signal.SIGINT, _end)
-    from hf_neuron_moe.cli.main import main as command_line
+    from hf_neuron_moe.cli.error_handling import run
+    from hf_neuron_moe.cli.main import application
 
+    commands = application()  # imports them, too
     if asked:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        command_line()
+        run(commands, sys.argv[1:])
     finally:
         if asked:
             signal.signal(signal.SIGINT, _end)
