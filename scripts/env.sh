@@ -49,13 +49,15 @@ ensure_environment() {
     if [ "$have" = "$want" ]; then
         return
     fi
+    # Modules that are never imported are not worth compiling; the others are when they are imported.
+    unset PYTHONDONTWRITEBYTECODE
     # torch first and by itself: a resolver that meets it as somebody's dependency may pick another build.
     if ! _has_torch; then
         echo "== installing $TORCH_SPEC"
         # shellcheck disable=SC2086
-        .venv/bin/python -m pip install --progress-bar off $TORCH_SPEC ${TORCH_PIP_ARGS:-}
+        .venv/bin/python -m pip install --no-compile --progress-bar off $TORCH_SPEC ${TORCH_PIP_ARGS:-}
     fi
     echo "== installing hf-neuron-moe[$extras]"
-    .venv/bin/python -m pip install --progress-bar off -e ".[$extras]"
+    .venv/bin/python -m pip install --no-compile --progress-bar off -e ".[$extras]"
     echo "$want" >"$stamp"
 }
