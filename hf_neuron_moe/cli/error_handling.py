@@ -26,6 +26,8 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 PROGRAM = "hf-neuron-moe"  # also where it runs as ``python -m hf_neuron_moe``: its completion goes by this name
 LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
+_PARSED = re.compile(r"Input should be (a valid \w+), unable to parse string as an? \w+")
+"""What typer's converter of numbers says of an option's value."""
 _ARGUMENT = re.compile(r"^([\w-]+): (\w+)(\[.*?\])? must ")
 _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
@@ -125,6 +127,7 @@ def _end_usage(error: Any, as_json: bool) -> NoReturn:
     if given and known:
         error.message = f"No such option: {given}.{nearest(given, known)}"
         error.possibilities = None
+    error.message = _PARSED.sub(r"must be \1", str(error.message))
     if as_json:
         _end(USAGE, "UsageError", error.format_message(), as_json)
     error.show()

@@ -101,15 +101,15 @@ def _drawn(label: str, watch: Watch, unit: str) -> Iterator[Update]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    counted = (TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),) if unit else ()
+    counted = (TextColumn(f"{{task.completed}}/{{task.fields[whole]}} {unit}"),) if unit else ()
     measures = (BarColumn(), *(counted or (DownloadColumn(), TransferSpeedColumn())), TimeRemainingColumn())
     columns = (TextColumn(label), *measures, TextColumn("peak {task.fields[peak]}"))
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=None, peak="")
+        task = bar.add_task(label, total=None, peak="", whole="?")
 
         def update(done: int, total: int) -> None:
             watch.update(done, total)
-            bar.update(task, completed=done, total=total, peak=in_words(watch.peak))
+            bar.update(task, completed=done, total=total, peak=in_words(watch.peak), whole=total)
 
         yield update
 

@@ -5,7 +5,6 @@ What a caller names is checked here once: source folder or Hub id, destination, 
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from hf_neuron_moe.checks import Rule, check_rules, is_whole, shown
@@ -17,11 +16,18 @@ from hf_neuron_moe.convert.notes import check_nothing_left, warn_of_losses
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_of
 from hf_neuron_moe.convert.result import finished_manifest, write_rest
-from hf_neuron_moe.convert.transaction.commit import check_destination, clear, disk_errors, partial_of, take_name
+from hf_neuron_moe.convert.transaction.commit import (
+    check_destination,
+    check_space,
+    clear,
+    disk_errors,
+    partial_of,
+    take_name,
+)
 from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards, parts_to_repeat
 from hf_neuron_moe.convert.transaction.resume import Job, opened, options_of, parts_of
 from hf_neuron_moe.convert.workers import Progress
-from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, known_names, public
+from hf_neuron_moe.errors import ConversionError, DestinationError, known_names, public
 
 
 def check_call(destination: Path, options: ConvertOptions | None, workers: int | None) -> None:
@@ -128,10 +134,7 @@ def plan_for(
 def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
     """Refuse before hours of work what the disk cannot hold."""
     needed = bytes_of(*(tensors for file, tensors in shards.items() if job.shard_record(file) is None))
-    free = shutil.disk_usage(job.home).free
-    if needed > free:
-        expected, got = f"on a disk with {needed:,} free bytes", f"one with {free:,}"
-        raise DiskError.about(str(job.home.parent), expected, got, "Free some space or choose another destination.")
+    check_space(job.home, needed)
 
 
 def _commit(plan: ConversionPlan, job: Job, made: Made, destination: Path) -> Manifest:

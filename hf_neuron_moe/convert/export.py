@@ -30,7 +30,13 @@ from hf_neuron_moe.convert.manifest import (
     index_json,
     load_manifest,
 )
-from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
+from hf_neuron_moe.convert.transaction.commit import (
+    check_destination,
+    check_space,
+    committed_folder,
+    copy_file,
+    write_file,
+)
 from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, counted, known_names, public
 
@@ -88,6 +94,7 @@ def export_checkpoint(
     outputs = [(weight, piece) for weight, pieces in manifest.weights.items() for piece in pieces]
     unchecked = manifest.by_file()
     with committed_folder(destination) as folder, open_tensors(converted) as reader:
+        check_space(folder, sum(piece.nbytes for _, piece in outputs))
         for file, parts in sorted(grouped(outputs, lambda part: part[1].file).items()):
             entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)
             with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:

@@ -299,11 +299,12 @@ def _built(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str
         raise
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         got, fix = one_line(error), "Correct it."
+        about = blamed(got, places, values)
         if "use_cpu" in got:  # bf16 without a device that has it
             if values.get("neuron_patch", True) is not False:
                 resolve_backend(str(values.get("neuron_backend", "auto")), torch.device("cpu"))
             fix = "To rehearse on a CPU add --use_cpu true, and --neuron_backend torch where it names another."
-        about = "bf16" if "use_cpu" in got else blamed(got, places, values)
+            about, got = "bf16", "true on a machine without an accelerator"
         if "fp16 and bf16" in got:
             about, got, fix = "bf16, fp16", "true for both", "Leave one out."
         raise bad(about, "what TRL and transformers take", got, fix) from error

@@ -79,14 +79,22 @@ def finetune(options: Options, tell: Tell = _logger.info, *, quiet: bool = False
             for callback in (PrinterCallback, ProgressCallback):
                 trainer.remove_callback(callback)
         out = Path(options.training.output_dir)
-        if (out / TRAINER_STATE_NAME).is_file() and not checkpoint_to_resume(options):
-            tell(f"{out} holds a run that ended, and this one writes over it; --resume would continue it")
-        was = recorded(out).get("config", {}).get("precision")
-        report = report_of(trainer.accelerator.unwrap_model(trainer.model))
-        now = None if report is None else spelled(report.config.precision)
-        if checkpoint_to_resume(options) and was is not None and now not in (None, spelled(was)):
-            tell(f"this run was computed in {spelled(was)}, and continues in {now}")
+        if options.training.process_index == 0:
+            _tell_of_earlier(trainer, out, tell, resumes=bool(checkpoint_to_resume(options)))
         return _train(trainer, options, tell)
+
+
+def _tell_of_earlier(trainer: Any, out: Path, tell: Tell, *, resumes: bool) -> None:
+    """Say what becomes of the run that the output folder holds."""
+    if not resumes and (out / TRAINER_STATE_NAME).is_file():
+        tell(f"{out} holds a run that ended, and this one writes over it; --resume would continue it")
+        if found := last_complete(str(out)):
+            tell(f"its checkpoints stay, {found.name} the last: remove them, or a later --resume may take that one")
+    was = recorded(out).get("config", {}).get("precision")
+    report = report_of(trainer.accelerator.unwrap_model(trainer.model))
+    now = None if report is None else spelled(report.config.precision)
+    if resumes and was is not None and now not in (None, spelled(was)):
+        tell(f"this run was computed in {spelled(was)}, and continues in {now}")
 
 
 @contextmanager

@@ -114,6 +114,20 @@ def test_a_dry_run_says_what_the_disk_cannot_hold(model_dir, run, tmp_path, monk
     assert "would fail: the destination's disk cannot be written to" in dry.out
 
 
+def test_an_export_that_the_disk_cannot_hold_is_refused_before_it_writes(model_dir, run, tmp_path, monkeypatch):
+    assert run("convert", model_dir, tmp_path / "made").code == 0
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    result = run("export", tmp_path / "made", tmp_path / "back")
+    assert result.code == 5 and "got one with 1,000" in result.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made"]
+
+
+def test_a_number_that_is_none_is_named_in_words(model_dir, run):
+    result = run("estimate", model_dir, "--tokens", "8k")
+    assert result.code == 2 and "'--tokens': must be a valid integer" in result.err and "parse" not in result.err
+
+
 def test_a_second_resume_says_that_nothing_was_left(model_dir, run, tmp_path):
     first, again = (run("convert", model_dir, tmp_path / "dst", "--resume") for _ in range(2))
     assert (first.code, again.code) == (0, 0)

@@ -254,7 +254,7 @@ def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
 
 
 def test_bf16_without_a_device_says_what_to_do() -> None:
-    with refused(ConfigError, "bf16", "on a CPU add --use_cpu true"):
+    with refused(ConfigError, "bf16", "on a CPU add --use_cpu true", got="true on a machine without an accelerator"):
         read_options(["llama-3-8b"])
     with pytest.raises(NeuronMoEError, match="nki is not installed"):
         read_options(["trn2-olmoe"])

@@ -47,6 +47,8 @@ def test_a_run_says_that_it_writes_over_one_that_ended(models: dict[str, Path], 
         told: list[str] = []
         finetune(read_options([*given, "--save_steps", "1", *more]), told.append)
         said.append(any("holds a run that ended, and this one writes over it" in line for line in told))
+        stays = [line for line in told if line.startswith("its checkpoints stay, checkpoint-1 the last")]
+        assert len(stays) == said[-1]
     assert said == [False, True, False]
 
 

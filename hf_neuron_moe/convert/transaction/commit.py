@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
@@ -75,6 +76,14 @@ def committed_folder(destination: Path) -> Iterator[Path]:
 def partial_of(destination: Path) -> Path:
     """The folder in which `destination` is made."""
     return destination.with_name(destination.name + ".partial")
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise before hours of work for a folder whose disk cannot hold `needed` more bytes."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        expected, got = f"on a disk with {needed:,} free bytes", f"one with {free:,}"
+        raise DiskError.about(str(folder.parent), expected, got, "Free some space or choose another destination.")
 
 
 def is_free(partial: Path) -> bool:
