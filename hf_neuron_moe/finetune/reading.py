@@ -249,9 +249,9 @@ def _converted(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
 
 
 def _scalar(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
-    kind: Any = action.type
     if isinstance(value, str) and value in _WORDS.get(action.dest, ()):
         return value
+    kind: Any = action.type
     name = getattr(kind, "__name__", str(kind))
     is_flag, is_text = name == "string_to_bool", kind not in (int, float)
     if isinstance(value, bool) and is_text and not is_flag and bool not in kinds:
@@ -298,8 +298,7 @@ def _built(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str
     except NeuronMoEError:
         raise
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        got, fix = one_line(error), "Correct it."
-        about = blamed(got, places, values)
+        got, about, fix = one_line(error), blamed(one_line(error), places, values), "Correct it."
         if "use_cpu" in got:  # bf16 without a device that has it
             if values.get("neuron_patch", True) is not False:
                 resolve_backend(str(values.get("neuron_backend", "auto")), torch.device("cpu"))
