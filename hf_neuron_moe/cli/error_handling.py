@@ -188,6 +188,31 @@ def _stopped_by(received: list[int]) -> Iterator[None]:
         sys.unraisablehook = hook
 
 
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Hold one Ctrl-C back until the block has ended, for work of seconds that writes nothing.
+
+    PyTorch ends the process with an abort where one is raised while its C++ calls Python for tensors without values.
+    """
+    before, asked = signal.getsignal(signal.SIGINT), list[int]()
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if len(asked) > 1:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        before(asked[0], None)
+
+
 def _signal_main_thread(number: int) -> None:
     main = threading.main_thread().ident
     if sys.platform == "win32" or main is None:

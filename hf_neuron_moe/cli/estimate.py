@@ -15,6 +15,7 @@ import typer
 
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
+from hf_neuron_moe.cli.error_handling import interrupts_deferred
 from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
 from hf_neuron_moe.cli.precision_options import Recipe, precision_asked
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
@@ -112,7 +113,7 @@ def estimate(
 
         kept, groups = _kept_by_policies(model, configs), block_groups(model)
         own = _own_precisions(model, configs)
-    with warnings.catch_warnings():
+    with interrupts_deferred(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
         options: dict[str, Any] = {
             "batch": batch,

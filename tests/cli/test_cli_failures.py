@@ -19,6 +19,7 @@ import pytest
 import hf_neuron_moe.convert
 from hf_neuron_moe import errors
 from hf_neuron_moe.cli import error_handling, exit_codes, shared_options
+from hf_neuron_moe.cli.error_handling import interrupts_deferred
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES, exit_code_of
 from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert import (
@@ -367,3 +368,16 @@ def test_exit_codes_are_the_documented_ones(repo_root):
     text = (repo_root / "docs" / "convert.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (\w+) \| (.+?) \|$", text, re.MULTILINE)
     assert [(int(code), kind, meaning) for code, kind, meaning in rows] == [tuple(code) for code in EXIT_CODES]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_an_interrupt_that_is_held_back_comes_at_the_end_and_a_second_one_at_once():
+    ends = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        ends.append("first")
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        ends.append("second")
+    assert ends == ["first"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
