@@ -67,7 +67,7 @@ def _arguments(run: RunData) -> Facts:
     batch = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}" if len(sizes) == len(parts) else None
     processes = training.get("processes", (run.run.get("environment") or {}).get("processes"))
     facts = {"trained": _trained(training), "processes": processes, "learning rate": rate, "batch": batch}
-    facts |= {"rows": training.get("rows"), "loss of": training.get("loss_type")}
+    facts |= {"rows": training.get("rows"), "loss type": training.get("loss_type")}
     return {name: _text(value) for name, value in facts.items()}
 
 
