@@ -201,7 +201,11 @@ def loss_without_us(model: MixtralForCausalLM, windows_NL: Tensor) -> float:
         script = Path(__file__).with_name("stock_losses.py")
         command = [sys.executable, "-P", str(script), str(windows_file), str(checkpoint)]
         # In a session of its own it does not see Ctrl-C: this process ends it, and says so in one line.
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        # Ctrl-C while it is being started leaves it without its files, of which it must not print a traceback.
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
     return float(done.stdout.split()[-1])
 
 
