@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hf_neuron_moe.backends import NEURON_BACKENDS
@@ -21,10 +22,12 @@ from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.device.installed import Installation, inspect_installation
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_SDK, DocumentedAdapter
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, SourceDamageError
-from hf_neuron_moe.finetune.early_checks import check_files, check_resume, check_run, check_training
+from hf_neuron_moe.finetune.early_checks import check_files, check_run, check_training
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
+from hf_neuron_moe.finetune.mistakes import located, pass_all
 from hf_neuron_moe.finetune.model_files import check_weights, folder_of, read_config
-from hf_neuron_moe.finetune.reading import located, read_options
+from hf_neuron_moe.finetune.reading import read_options
+from hf_neuron_moe.finetune.resumed import check_resume
 from hf_neuron_moe.finetune.train_options import Options
 from hf_neuron_moe.precision_map import spelled
 
@@ -41,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         lines = check_dry(chip, processes, words) if mode == "--dry" else check_here(chip, processes, words)
     except NeuronMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for text in (error, *getattr(error, "__notes__", ())):
+            print(f"error: {text}", file=sys.stderr)
         return 2
     print("\n".join(lines))
     return 0
@@ -60,8 +64,7 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     options = read_options([*words, "--use_cpu", "true"])
     with located(options.places):
         lines += check_options(options)
-        check_resume(options)
-        check_files(options)
+        pass_all(options.places, partial(check_resume, options), partial(check_files, options))
         config, note = config_here(options)
         lines += note
         check_training(options, config)

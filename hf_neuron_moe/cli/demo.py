@@ -24,7 +24,10 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the page.")] = Path(
         "demo_output"
     ),
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the checkpoint that the Mixtral is made of.")] = 12,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Layers of the checkpoint that the Mixtral takes. Default: 12, or all."),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, max=100_000, help="Steps of each run. Default: 12; with --tiny 40.")
     ] = None,
@@ -39,6 +42,8 @@ def demo(
     """
     if tiny and model is not None:
         raise typer.BadParameter("leave out --model, or --tiny, which has a model of its own.", param_hint="--tiny")
+    if tiny and layers is not None:
+        raise typer.BadParameter("leave out --layers, or --tiny, whose model has two.", param_hint="--tiny")
     from hf_neuron_moe.demo.smollm2 import weights_file
     from hf_neuron_moe.report.page import render_page, write_page
 

@@ -19,7 +19,7 @@ import typer
 
 from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, REFUSED, TERMINATED, USAGE, ExitCode, exit_code_of
 from hf_neuron_moe.cli.precision_options import option_of_precision
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, nearest, printable
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, nearest, printable
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
@@ -76,12 +76,17 @@ def run(app: typer.Typer, arguments: list[str]) -> None:
         if debug:
             traceback.print_exception(error)
         code, message = _code_and_message(error, debug, arguments)
-        _end(code, type(error).__name__, message, as_json)
+        also = map(_one_line, getattr(error, "__notes__", ())) if isinstance(error, NeuronMoEError) else ()
+        _end(code, type(error).__name__, message, as_json, *also)
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()), LONGEST_MESSAGE)
 
 
 def _code_and_message(error: BaseException, debug: bool, arguments: list[str]) -> tuple[ExitCode, str]:
     code = exit_code_of(error)
-    message = printable(" ".join(str(error).split()), LONGEST_MESSAGE) or type(error).__name__
+    message = _one_line(str(error)).replace("verify_device: ", "verify-device: ", 1) or type(error).__name__
     if isinstance(error, ConfigError):
         message = _ARGUMENT.sub(lambda found: _with_option(found, arguments), message)
     elif isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
@@ -105,13 +110,13 @@ def _with_option(found: re.Match[str], arguments: list[str]) -> str:
     return f"{where}: {option}{key} must "
 
 
-def _end(code: ExitCode, name: str, message: str, as_json: bool) -> NoReturn:
-    """Print the one line or the one object, and exit."""
+def _end(code: ExitCode, name: str, message: str, as_json: bool, *also: str) -> NoReturn:
+    """Print one line per mistake, or one object, and exit."""
     if as_json:
         facts = {"ok": False, "error": name, "kind": code.kind, "exit_code": code.code, "message": message}
-        typer.echo(json.dumps(facts))
+        typer.echo(json.dumps(facts | ({"also": also} if also else {})))
     else:
-        typer.echo(message, err=True)
+        typer.echo("\n".join((message, *also)), err=True)
     sys.exit(code.code)
 
 

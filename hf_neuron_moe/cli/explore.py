@@ -108,7 +108,7 @@ def explore(
 
 def _show(result: Exploration) -> None:
     from rich import box
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
     from rich.table import Table
 
     console = Console()
@@ -123,7 +123,8 @@ def _show(result: Exploration) -> None:
     for form, rows in result.ranking.items():
         table = Table(box=box.SIMPLE, title=f"Change of the loss by {form}, worst blocks first", title_justify="left")
         for heading in ("block", "predicted", "measured", "why"):
-            table.add_column(heading, justify="left" if heading in ("block", "why") else "right")
+            justify: JustifyMethod = "left" if heading in ("block", "why") else "right"
+            table.add_column(heading, justify=justify, overflow="fold")
         for row in rows[:SHOWN]:
             table.add_row(row.block, _percent(row.predicted, loss), _measured(row, loss), f"{row.reason.text}")
         console.print(table)

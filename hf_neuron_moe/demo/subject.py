@@ -65,16 +65,19 @@ def tiny(steps: int | None, seed: int) -> Subject:
 
 
 @public("demo")
-def upcycled(source: str | None, layers: int, steps: int | None, seed: int) -> Subject:
-    """Return a Mixtral made from `layers` layers of a Llama: `source`, or SmolLM2 from its package."""
+def upcycled(source: str | None, layers: int | None, steps: int | None, seed: int) -> Subject:
+    """Return a Mixtral made from `layers` layers of a Llama, `source` or SmolLM2 from its package; by default 12."""
     llama, tokenizer = load() if source is None else _llama(source)
-    taken = choose_layers(llama.config.num_hidden_layers, min(layers, llama.config.num_hidden_layers))
+    name, available = source or "SmolLM2-135M-Instruct", llama.config.num_hidden_layers
+    if layers is not None and layers > available:
+        expected = f"at most {available}, the layers of {name}"
+        raise ConfigError.about("--layers", expected, layers, "Take fewer, or leave it out.")
+    taken = choose_layers(available, layers or min(12, available))
     model = upcycle(llama, Experts(taken, EXPERTS, seed=seed))
     count = model.num_parameters()
     size = f"{count / 1e6:,.0f} M" if count >= 10**6 else f"{count:,}"
     setting = Setting(steps or 12, batch=2, length=96, learning_rate=2e-4)
-    layers_of = f"{len(taken)} of the {llama.config.num_hidden_layers} layers of {source or 'SmolLM2-135M-Instruct'}"
-    title = f"a Mixtral of {size} parameters, made from {layers_of}"
+    title = f"a Mixtral of {size} parameters, made from {len(taken)} of the {available} layers of {name}"
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))

@@ -186,8 +186,14 @@ def _judged(
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
     }
-    names = folder.name or str(folder.resolve()), str(text)
+    names = folder.name or str(folder.resolve()), _spelled(text)
     return Exploration(*names, options.formats, measures, ranking, plan, frozen, advice, environment=environment)
+
+
+def _spelled(text: Path) -> str:
+    """A file's name as it was given: one of this package begins with ``package:``, not with where that is installed."""
+    package = Path(__file__).resolve().parents[1]
+    return f"package:{text.relative_to(package).as_posix()}" if text.is_relative_to(package) else str(text)
 
 
 def _ranked(measures: Measures, form: str) -> list[Ranked]:

@@ -187,6 +187,10 @@ def _from_files(files: list[str], argument: str) -> Dataset:
             got = f"{cache} ({error.strerror})"
             raise bad("HF_DATASETS_CACHE", "a folder that datasets can write to", got, fix) from error
         found = next(filter(None, map(_first_fault, files)), None) if BUILDERS[kinds[0]] == "json" else None
+        if not found and len({*(columns := {path: _columns(path, BUILDERS[kinds[0]]) for path in files}).values()}) > 1:
+            first, other = files[0], next(path for path in files if columns[path] != columns[files[0]])
+            got = f"{', '.join(columns[first])} in {first} and {', '.join(columns[other])} in {other}"
+            raise bad(argument, "files with the same columns", got, "Rename or remove columns.") from error
         got = found or f"{', '.join(files)}, which cannot be read: {one_line(error.__cause__ or error)}"
         raise bad(argument, f"readable {kinds[0]} files", got, "Correct the file.") from error
 
@@ -209,6 +213,15 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """The lines with something in them, and their numbers."""
     with open(path, "rb") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _columns(path: str, builder: str) -> tuple[str, ...]:
+    """The columns of a file's first row, sorted; none where it cannot be read."""
+    try:
+        rows = load_dataset(builder, data_files=[glob.escape(path)], split="train", streaming=True)
+        return tuple(sorted(next(iter(rows))))
+    except (DatasetsError, ValueError, OSError, StopIteration):
+        return ()
 
 
 def _null_row(path: str) -> str | None:

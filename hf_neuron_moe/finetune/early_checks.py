@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import json
 import os
 import tempfile
 import textwrap
-import warnings
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.training_args import OptimizerNames
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -33,8 +30,9 @@ from transformers.utils import (
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend, trains_quantized
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
-from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning, naming, nearest, not_one_of
+from hf_neuron_moe.errors import NeuronMoEError, naming, nearest, not_one_of
 from hf_neuron_moe.finetune.data import files_of
+from hf_neuron_moe.finetune.mistakes import pass_all
 from hf_neuron_moe.finetune.model_files import (
     CONFIG_FILE,
     FROZEN,
@@ -47,23 +45,14 @@ from hf_neuron_moe.finetune.model_files import (
     read_config,
 )
 from hf_neuron_moe.finetune.needs import check_needs
-from hf_neuron_moe.finetune.train_options import LoraOptions, Options, bad, one_line
-from hf_neuron_moe.training.checkpoint_files import find_last_complete
-from hf_neuron_moe.training.run_files import FOLDER, RUN_FILE
+from hf_neuron_moe.finetune.resumed import check_resume, check_resumed
+from hf_neuron_moe.finetune.train_options import LoraOptions, ModelOptions, Options, bad, one_line
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers for which transformers makes a mask from position ids."""
 
-FUSED = dict.fromkeys(("w1", "w3", "gate_proj", "up_proj"), "gate_up_proj") | dict.fromkeys(
-    ("w2", "down_proj"), "down_proj"
-)
-"""Layers of experts, and the parameter that transformers stacks them in."""
-
 WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """Files that a whole model is saved in, pickled ones too."""
-
-SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "num_experts")
-"""What models differ in; the vocabulary may have grown."""
 
 
 def check_run(options: Options) -> bytes | str:
@@ -78,26 +67,39 @@ def check_run(options: Options) -> bytes | str:
         SourceDamageError: the model's weights are cut off or missing.
         BackendUnavailableError: the backend cannot run here.
     """
-    check_resume(options)
-    check_files(options)
-    check_needs(options.training)
-    check_leftovers(options)
-    check_loading(options)
-    if options.training.neuron_patch:
-        try:  # a named backend is refused whatever the device
-            resolve_backend(options.training.neuron_backend, torch.device("cpu"))
+    *_, folder = pass_all(
+        options.places,
+        partial(check_resume, options),
+        partial(check_files, options),
+        partial(check_needs, options.training, options.places),
+        partial(check_leftovers, options),
+        partial(check_loading, options),
+        partial(_check_backend, options.training),
+        partial(_check_model, options.model),
+    )
+    config = read_config(folder)
+    check_training(options, config)
+    return config
+
+
+def _check_backend(training: Any) -> None:
+    """A named backend is refused whatever the device."""
+    if training.neuron_patch:
+        try:
+            resolve_backend(training.neuron_backend, torch.device("cpu"))
         except NeuronMoEError as error:
             raise error.prefixed("neuron_") from None
-    model = options.model
+
+
+def _check_model(model: ModelOptions) -> Path:
+    """Return the model's folder, that of the hub's cache for a hub id."""
     if model.tokenizer:
         folder_of("tokenizer", model.tokenizer, "main")
     folder = folder_of("model", model.model, model.revision)
     if Path(model.model).is_dir():
         check_no_adapter(folder)
         check_weights(folder)
-    config = read_config(folder)
-    check_training(options, config)
-    return config
+    return folder
 
 
 def check_no_adapter(folder: Path) -> None:
@@ -169,11 +171,11 @@ def _check_attention(way: str) -> None:
 
 def check_files(options: Options) -> None:
     """Refuse files of data, or of a chat template, that are not there."""
-    for argument in ("train_files", "eval_files"):
-        files_of(getattr(options.data, argument), argument)
     template = getattr(options.training, "chat_template_path", None)
+    given = {name: getattr(options.data, name) for name in ("train_files", "eval_files")}
     if template and template.endswith((".jinja", ".j2")):
-        files_of([template], "chat_template_path")
+        given["chat_template_path"] = [template]
+    pass_all(options.places, *(partial(files_of, names, argument) for argument, names in given.items()))
 
 
 def check_training(options: Options, config: bytes | str) -> None:
@@ -183,13 +185,20 @@ def check_training(options: Options, config: bytes | str) -> None:
         options: of the run.
         config: what ``read_config`` returned.
     """
-    check_length(options, config)
-    check_merging(options.lora, sharded=bool(options.model.layout))
-    check_resumed(options, config)
-    check_targets(options, config)
     frozen = conversion_of(config) in FROZEN
-    if frozen:
-        check_quantized(options.lora)
+    pass_all(
+        options.places,
+        partial(check_length, options, config),
+        partial(check_merging, options.lora, sharded=bool(options.model.layout)),
+        partial(check_resumed, options, config),
+        partial(check_targets, options, config),
+        *([partial(check_quantized, options.lora)] if frozen else []),
+        partial(_check_sharded, options, frozen=frozen),
+    )
+
+
+def _check_sharded(options: Options, *, frozen: bool) -> None:
+    """Refuse kernel layouts, and merging, under FSDP."""
     if not options.training.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return
     training = options.training
@@ -320,73 +329,3 @@ def check_merging(lora: LoraOptions, *, sharded: bool) -> None:
     if sharded and lora.lora_merge:
         fix = "Load the saved adapter in one process and call merge_and_unload() there."
         raise bad("lora_merge", "false where weights are sharded", "true", fix)
-
-
-def last_complete(folder: str) -> Path | None:
-    """Return the newest complete checkpoint, without the warnings about others, which ``train`` gives."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NeuronMoEWarning)
-        return find_last_complete(folder)
-
-
-def check_resumed(options: Options, config: bytes | str) -> None:
-    """Refuse a checkpoint of another model, of other adapters or another optimizer, whose states do not fit."""
-    wish = options.training.resume_from_checkpoint
-    folder = last_complete(options.training.output_dir) if wish in (True, "true", "True", "auto") else Path(wish or "")
-    if not wish or folder is None:
-        return
-    adapter = content_of(read_config(folder, ADAPTER_CONFIG_NAME))
-    was: dict[str, Any] = {"lora_rank": adapter.get("r", 0)}
-    now: dict[str, Any] = {"lora_rank": options.lora.lora_rank}
-    if adapter:
-        modules, made = (set(adapter.get(f"target_{kind}") or []) for kind in ("modules", "parameters"))
-        every, parameters = options.lora.lora_targets == ["all-linear"], set(options.lora.lora_parameters)
-        targets = modules if every else set(options.lora.lora_targets)
-        # peft makes parameters of targets that are parts of a fused weight, and for all-linear what it finds.
-        gone = {target for target in targets - modules if FUSED.get(target) in {name.split(".")[-1] for name in made}}
-        fused, targets = {FUSED[target] for target in gone}, targets - gone
-        made -= {name for name in made - parameters if every or name.split(".")[-1] in fused}
-        was |= {"lora_parameters": sorted(made), "lora_targets": sorted(modules)}
-        now |= {"lora_parameters": sorted(parameters), "lora_targets": sorted(targets)}
-    else:
-        was |= {name: value for name, value in content_of(read_config(folder)).items() if name in SHAPE}
-        now |= {name: value for name, value in content_of(config).items() if name in SHAPE}
-    kind = _optimizer_of(options.training, recorded(folder.parent).get("training", {}).get("optim"))
-    if kind is not None:
-        was["optim"], now["optim"] = kind, _optimizer_of(options.training, options.training.optim)
-    found = [f"{name} {was[name]} and {now[name]}" for name in was if name in now and was[name] != now[name]]
-    if found:
-        expected, got = "a checkpoint of this run's model, adapters and optimizer", f"{folder}: {found[0]} here"
-        raise bad("resume_from_checkpoint", expected, got, "Name another output_dir, or begin without it.")
-
-
-def recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the parts of the record of the last run in an output folder; none where there is no such record."""
-    parts = content_of(read_config(folder / FOLDER, RUN_FILE))
-    return {name: part for name, part in parts.items() if isinstance(part, dict)}
-
-
-def _optimizer_of(training: Any, name: str | None) -> str | None:
-    """Return the class of the optimizer of a name; None where it is not known or cannot be made here."""
-    other = copy.copy(training)
-    try:
-        other.optim = OptimizerNames(name)
-        return str(Trainer.get_optimizer_cls_and_kwargs(other)[0].__name__)
-    except (ImportError, ValueError):
-        return None
-
-
-def check_resume(options: Options) -> None:
-    """Refuse a checkpoint to resume from that is none."""
-    wish, out = options.training.resume_from_checkpoint, options.training.output_dir
-    if wish in (True, "true", "True"):
-        if last_complete(out) is None:
-            fix = "Begin without it, or name a checkpoint that the stock Trainer wrote."
-            raise bad("resume_from_checkpoint", f"used with a complete checkpoint in {out}", "none", fix)
-        return
-    if not wish or wish == "auto" or (Path(wish) / TRAINER_STATE_NAME).is_file():
-        return
-    got = f"{wish!r} without one" if Path(wish).is_dir() else f"{wish!r}, which does not exist"
-    expected = f"a checkpoint folder (with {TRAINER_STATE_NAME}), true or auto"
-    fix = "Name a checkpoint-N folder; auto takes the newest of output_dir, or starts anew."
-    raise bad("resume_from_checkpoint", expected, got, fix)

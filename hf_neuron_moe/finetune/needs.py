@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
 
 from hf_neuron_moe.errors import not_one_of
+from hf_neuron_moe.finetune.mistakes import pass_all
 from hf_neuron_moe.finetune.train_options import bad, one_line
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -33,7 +36,7 @@ _OF_THE_MODEL = ("galore", "apollo", "lomo")
 """Parts of the names of optimizers that are made for a model."""
 
 
-def check_needs(training: Any) -> None:
+def check_needs(training: Any, places: Mapping[str, str]) -> None:
     """Refuse what cannot work on this machine, before anything is loaded.
 
     Raises:
@@ -41,18 +44,45 @@ def check_needs(training: Any) -> None:
             is not installed or has an unknown name. ``push_to_hub`` is on without a hub or an account, or ``fsdp`` is
             asked for in one process.
     """
-    check_output(training.output_dir)
-    check_reporting(training.report_to or [])
+    pass_all(
+        places,
+        partial(check_output, training.output_dir),
+        *(partial(check_reporting, name) for name in training.report_to or []),
+        partial(check_compiler, training),
+        partial(check_processes, training),
+        partial(check_packages, training),
+        partial(check_optimizer, training),
+        partial(check_schedule, training),
+        *([partial(check_upload, training.hub_token)] if training.push_to_hub else []),
+    )
+
+
+def check_compiler(training: Any) -> None:
+    """Refuse a backend of ``torch.compile`` that nobody knows."""
     backend, known = training.torch_compile_backend, sorted(found.value.lower() for found in DynamoBackend)
     if training.torch_compile and backend and backend.lower() not in known:
         raise not_one_of("torch_compile_backend", backend, known).named("train")
+
+
+def check_processes(training: Any) -> None:
+    """Refuse FSDP in a run of one process."""
     settings = training.fsdp_config if isinstance(training.fsdp_config, dict) else {}
     if training.fsdp and not settings.get("xla") and training.parallel_mode is not ParallelMode.DISTRIBUTED:
         fix = "Leave it out, or start several processes: `accelerate launch ... -m hf_neuron_moe train CONFIG.yaml`."
         raise bad("fsdp", "unset in a run of one process", "set", fix)
+
+
+def check_packages(training: Any) -> None:
+    """Refuse what a package or a device is missing for."""
     if training.use_liger_kernel and not is_liger_kernel_available():
         fix = "Install it (`pip install liger-kernel`), or set use_liger_kernel: false."
         raise bad("use_liger_kernel", "false where the package liger-kernel is not installed", "true", fix)
+    if getattr(training, "activation_offloading", False) and not torch.accelerator.is_available():
+        raise bad("activation_offloading", "false without an accelerator to offload from", "true", "Remove it.")
+
+
+def check_optimizer(training: Any) -> None:
+    """Refuse an optimizer that cannot be made here."""
     try:
         Trainer.get_optimizer_cls_and_kwargs(training)
     except (ImportError, ValueError) as error:
@@ -61,11 +91,6 @@ def check_needs(training: Any) -> None:
             fix = "Install what it needs, or correct them: optim: adamw_torch needs no other package."
             got = f"{name}: {one_line(error)}"
             raise bad("optim, optim_args", "optimizers that transformers can make here", got, fix) from error
-    if getattr(training, "activation_offloading", False) and not torch.accelerator.is_available():
-        raise bad("activation_offloading", "false without an accelerator to offload from", "true", "Remove it.")
-    check_schedule(training)
-    if training.push_to_hub:
-        check_upload(training.hub_token)
 
 
 def check_schedule(training: Any) -> None:
@@ -99,18 +124,17 @@ def check_output(folder: str) -> None:
         raise bad("output_dir", expected, f"{folder!r} ({why})", "Name another folder.") from error
 
 
-def check_reporting(names: list[str]) -> None:
-    """Refuse integrations that transformers does not know, or whose package is not installed."""
+def check_reporting(name: str) -> None:
+    """Refuse an integration that transformers does not know, or whose package is not installed."""
     installed = set(get_available_reporting_integrations())
     # These two are not in that list.
     more = (("dagshub", is_dagshub_available), ("flyte", is_flytekit_available))
     installed |= {name for name, here in more if here()}
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise not_one_of("report_to", name, ("none", "all", *sorted(INTEGRATION_TO_CALLBACK))).named("train")
-        if name not in installed:
-            fix = f"Install it (`pip install {_DISTRIBUTIONS.get(name, name)}`), or set report_to: none."
-            raise bad("report_to", "none, or what is installed", f"{name!r}, which is not", fix)
+    if name not in INTEGRATION_TO_CALLBACK:
+        raise not_one_of("report_to", name, ("none", "all", *sorted(INTEGRATION_TO_CALLBACK))).named("train")
+    if name not in installed:
+        fix = f"Install it (`pip install {_DISTRIBUTIONS.get(name, name)}`), or set report_to: none."
+        raise bad("report_to", "none, or what is installed", f"{name!r}, which is not", fix)
 
 
 def check_upload(token: str | None) -> None:

@@ -8,7 +8,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
@@ -23,6 +22,7 @@ from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, nearest, not_one_of
 from hf_neuron_moe.finetune import configs
 from hf_neuron_moe.finetune.data import PACKAGE
+from hf_neuron_moe.finetune.mistakes import located, raise_together
 from hf_neuron_moe.finetune.train_options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
 
 COMMAND_LINE = "command line"
@@ -112,20 +112,9 @@ def read_options(words: Sequence[str]) -> Options:
             raise not_one_of("method", method, METHODS).named("train")
         parser = parser_of(method)
         values = _typed(given, method, parser)
-        return _checked(Options(*_built(values, parser, places), places))
-
-
-@contextmanager
-def located(places: Mapping[str, str]) -> Iterator[None]:
-    """Put the file and line of the option that an error is about in front of its message."""
-    try:
-        yield
-    except NeuronMoEError as error:
-        for word in re.split(r", |\[", error.argument):
-            if place := places.get(word) or places.get(f"neuron_{word}"):
-                error.where = place
-                break
-        raise
+        options = Options(*_built(values, parser, places), places)
+        raise_together(places, _contradictions(options))
+        return options
 
 
 def read_yaml(path: Path) -> dict[str, Given]:
@@ -200,14 +189,18 @@ def _typed(given: Mapping[str, Given], method: str, parser: argparse.ArgumentPar
     """Return the values in their fields' types."""
     actions = {action.dest: action for action in reversed(parser._actions)}
     hints = {name: hint for kind in (*OWN, METHODS[method]) for name, hint in get_type_hints(kind).items()}
-    values = {}
+    values, errors = dict[str, Any](), list[NeuronMoEError]()
     for key, (value, place) in given.items():
         if key.startswith("no_") and key[3:] in actions and value is True:  # as --no_neuron_patch
             values[key[3:]] = False
         elif key not in actions:
-            raise _unknown(key, method).named(place)
+            errors.append(_unknown(key, method).named(place))
         else:
-            values[key] = _converted(actions[key], value, _kinds(hints[key]) | _BESIDES.get(key, set()))
+            try:
+                values[key] = _converted(actions[key], value, _kinds(hints[key]) | _BESIDES.get(key, set()))
+            except ConfigError as error:
+                errors.append(error)
+    raise_together({key: found.place for key, found in given.items()}, errors)
     return values
 
 
@@ -363,38 +356,37 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 )
 
 
-def _checked(options: Options) -> Options:
-    """Return `options` if they make sense together."""
+def _contradictions(options: Options) -> Iterator[ConfigError]:
+    """Yield what is wrong with the values, alone and together."""
     model, data, lora, training = options.model, options.data, options.lora, options.training
     for key, holds, expected, fix in _RULES:
         (value,) = (getattr(part, key) for part in (model, data, lora, training) if hasattr(part, key))
         if not holds(value):
-            raise bad(key, expected, "nothing" if value == "" else value, fix)
+            yield bad(key, expected, "nothing" if value == "" else value, fix)
     if model.dtype not in DTYPES:
-        raise not_one_of("dtype", model.dtype, DTYPES).named("train")
+        yield not_one_of("dtype", model.dtype, DTYPES).named("train")
     if not model.model:
-        raise bad("model", "a checkpoint folder or a hub id", "nothing", "Write `model: PATH`, or add --model PATH.")
+        yield bad("model", "a checkpoint folder or a hub id", "nothing", "Write `model: PATH`, or add --model PATH.")
     if bool(data.train_files) == bool(data.dataset):
         got = "both" if data.dataset else "neither"
-        raise bad("train_files, dataset", "the data, in one of these two", got, "Name one of them.")
+        yield bad("train_files, dataset", "the data, in one of these two", got, "Name one of them.")
     if not data.dataset and data.eval_split:
-        raise bad("eval_split", "used with dataset", "no dataset", "Name eval_files, or eval_share.")
+        yield bad("eval_split", "used with dataset", "no dataset", "Name eval_files, or eval_share.")
     if data.eval_files and data.eval_split:
-        raise bad("eval_files, eval_split", "one of the two", "both", "Remove one.")
+        yield bad("eval_files, eval_split", "one of the two", "both", "Remove one.")
     if training.max_steps <= 0 and not 0 < training.num_train_epochs < math.inf:
         fix = "3 is the default; max_steps counts steps instead."
-        raise bad("num_train_epochs", "a positive number", training.num_train_epochs, fix)
+        yield bad("num_train_epochs", "a positive number", training.num_train_epochs, fix)
     for key in ("lora_merge", "lora_targets", "lora_parameters", "lora_alpha", "lora_dropout"):
         if key in options.places and "lora_rank" not in options.places and getattr(lora, key):
-            raise bad(key, "used with lora_rank", "no lora_rank", "Set lora_rank, or leave it out.")
-    if lora.lora_merge and not lora.lora_rank:
-        raise bad("lora_merge", "used with a lora_rank above 0", 0, "Set lora_rank, or leave lora_merge out.")
+            yield bad(key, "used with lora_rank", "no lora_rank", "Set lora_rank, or leave it out.")
+    if lora.lora_merge and not lora.lora_rank and "lora_rank" in options.places:
+        yield bad("lora_merge", "used with a lora_rank above 0", 0, "Set lora_rank, or leave lora_merge out.")
     if lora.lora_parameters and lora.lora_dropout:
-        raise bad("lora_dropout", "0 with lora_parameters", lora.lora_dropout, "Set lora_dropout: 0.")
+        yield bad("lora_dropout", "0 with lora_parameters", lora.lora_dropout, "Set lora_dropout: 0.")
     best = training.metric_for_best_model
     if training.load_best_model_at_end and best not in (None, "loss", "eval_loss"):
-        raise bad("metric_for_best_model", "eval_loss, which every evaluation has", repr(best), "Leave it out.")
+        yield bad("metric_for_best_model", "eval_loss, which every evaluation has", repr(best), "Leave it out.")
     if training.eval_strategy != "no" and not options.has_evaluation:
         fix = "Name evaluation data, or set eval_strategy: 'no'."
-        raise bad("eval_strategy", "used with eval_files, eval_split or eval_share", "none of them", fix)
-    return options
+        yield bad("eval_strategy", "used with eval_files, eval_split or eval_share", "none of them", fix)

@@ -20,10 +20,12 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import this_device
 from hf_neuron_moe.errors import NeuronMoEError, counted
 from hf_neuron_moe.finetune.data import Data, limited, load_data
-from hf_neuron_moe.finetune.early_checks import check_merging, check_packing, check_run, last_complete, recorded
+from hf_neuron_moe.finetune.early_checks import check_merging, check_packing, check_run
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
+from hf_neuron_moe.finetune.mistakes import located
 from hf_neuron_moe.finetune.model import adapters, describe_unpatched, load_model, load_tokenizer, patch, save_merged
-from hf_neuron_moe.finetune.reading import blamed, located
+from hf_neuron_moe.finetune.reading import blamed
+from hf_neuron_moe.finetune.resumed import last_complete, recorded
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 from hf_neuron_moe.finetune.trainers import TRAINERS, StopAfterStep
 from hf_neuron_moe.patching.apply import report_of

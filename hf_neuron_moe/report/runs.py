@@ -178,7 +178,7 @@ def runs_table(runs: Sequence[RunData]) -> Section:
             "eval loss": _evaluated(run),
             "tokens/s": _number(last.get("tokens_per_second"), ",.0f"),
             "saved KiB/token": kib(last.get("saved_bytes_per_token")),
-            "padding overhead": _number(last.get("padding_overhead"), ".1%").replace("%", " %"),
+            "padding overhead, with tokens": _number(last.get("padding_overhead"), ".1%").replace("%", " %"),
             "last step": f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
             "model": run.model,
             "blocks": run.policy,

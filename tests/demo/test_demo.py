@@ -18,6 +18,7 @@ from hf_neuron_moe.demo import smollm2
 from hf_neuron_moe.demo.comparison import SAVED, VARIANTS, saved_by_policy, token_losses
 from hf_neuron_moe.demo.speeches import held_out_windows, speeches, token_windows
 from hf_neuron_moe.demo.subject import tiny
+from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from tests.browsing import SCHEMES, clipped, violations, visited
 from tests.byte_tokenizer import save_byte_tokenizer
 
@@ -150,6 +151,10 @@ def test_options_that_contradict_each_other_and_a_folder_that_is_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("--tiny", "--model", "x") == 2
+    assert call("--tiny", "--layers", 1) == 2
+    make_tiny_model("llama", tmp_path / "llama")
+    assert call("--model", tmp_path / "llama", "--layers", 3, "--output", tmp_path / "out") == 2
+    assert "--layers must be at most 2, the layers of " in capsys.readouterr().err and not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
     assert call("--tiny", "--output", tmp_path / "file") == 4
     assert "must be a folder" in capsys.readouterr().err

@@ -91,7 +91,9 @@ def test_one_json_object_with_ranking_and_plan(family, tmp_path, monkeypatch, ca
 def test_text_for_people_who_have_nothing_to_fold(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = ("--tokens", 256, "--length", 64, "--verify", 0)
-    code, out = printed(capsys, monkeypatch, model_dir, TEXT, *sizes, "--fold", "folded")
+    packaged = "package:demo/sotu/eval.jsonl"
+    code, out = printed(capsys, monkeypatch, model_dir, packaged, *sizes, "--fold", "folded")
+    assert f"tokens of {packaged}\n" in out
     assert code == 1 and "folded was not written: no block has an outlier channel" in out, out
     assert list(tmp_path.iterdir()) == []
     for words in (

@@ -22,7 +22,6 @@ from hf_neuron_moe.finetune import check, configs, early_checks, model_files, re
 from hf_neuron_moe.finetune.early_checks import (
     check_packing,
     check_quantized_backend,
-    check_resumed,
     check_run,
     check_training,
     masks_with_positions,
@@ -30,6 +29,7 @@ from hf_neuron_moe.finetune.early_checks import (
 from hf_neuron_moe.finetune.kernels import check_kernels
 from hf_neuron_moe.finetune.model import load_model, load_tokenizer
 from hf_neuron_moe.finetune.model_files import check_weights, longest_input, read_config
+from hf_neuron_moe.finetune.resumed import check_resumed
 from hf_neuron_moe.finetune.train_options import Options
 from tests.finetune.data_files import ROWS, write
 from tests.neuron.double.contract import Double

@@ -288,6 +288,20 @@ def test_lines_and_lists_of_json_are_one_kind(models: dict[str, Path], tmp_path:
     assert [*both] == [*one, *one]
 
 
+@pytest.mark.parametrize(
+    ("suffix", "one", "other"),
+    [("jsonl", '{"text": "a"}\n', '{"text": "a", "more": "b"}\n'), ("csv", "text\na\n", "text,more\na,b\n")],
+)
+def test_files_with_other_columns_are_both_named(
+    suffix: str, one: str, other: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    files = [tmp_path / f"{name}.{suffix}" for name in ("one", "other")]
+    for file, text in zip(files, (one, other)):
+        file.write_text(text, encoding="utf-8")
+    with refused(ConfigError, "train_files", got=f"text in {files[0]} and more, text in {files[1]}"):
+        loaded(models["llama"], files[0], tmp_path, train_files=[str(file) for file in files])
+
+
 def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

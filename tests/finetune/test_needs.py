@@ -46,11 +46,11 @@ def test_packages_and_accounts_that_are_not_here_are_named(
     monkeypatch.setattr(needs, "is_liger_kernel_available", lambda: False)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     with refused(ConfigError, argument, says):
-        check_needs(training_of(**changes))
+        check_needs(training_of(**changes), {})
 
 
 def test_an_optimizer_needs_its_package_and_one_that_needs_a_model_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_needs(training_of(optim="adamw_torch"))
+    check_needs(training_of(optim="adamw_torch"), {})
     error: Exception = ImportError("You need `bitsandbytes`:\n`pip install -U bitsandbytes`.")
 
     def made(training: Any) -> None:
@@ -60,10 +60,10 @@ def test_an_optimizer_needs_its_package_and_one_that_needs_a_model_waits(monkeyp
     for name in ("adamw_bnb_8bit", "galore_adamw"):
         says = f"got {name}: You need `bitsandbytes`: `pip install -U bitsandbytes`. Install"
         with refused(ConfigError, "optim, optim_args", says):
-            check_needs(training_of(optim=name))
+            check_needs(training_of(optim=name), {})
     error = ValueError("You need to pass a `model`")
     for name in ("galore_adamw_layerwise", "apollo_adamw", "adalomo"):
-        check_needs(training_of(optim=name))
+        check_needs(training_of(optim=name), {})
 
 
 def status(kind: type[HfHubHTTPError], code: int) -> HfHubHTTPError:
