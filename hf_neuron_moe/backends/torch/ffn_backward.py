@@ -239,7 +239,7 @@ class _Tile:
         results = scratch.get("d_gate_up_inter", (3, rows.size, shape[1]), torch.float32)
         results[:, rows.length :].zero_()
         part, saved = (rows.part, self.part), task.saved
-        SwiGLUGrad(self.gating, self.mx, loader.round_).fill(
+        SwiGLUGrad(self.gating, self.mx, loader.round_, on_host=d_int.is_cpu).fill(
             results[:, : rows.length],
             d_int,
             gate,

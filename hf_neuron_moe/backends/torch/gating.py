@@ -43,6 +43,9 @@ The buffer may be x, but not the factor."""
 Limits = tuple[float | None, float | None]
 """Upper and lower clamp limit of the forward; None is absent."""
 
+Mask = Callable[[Tensor, Tensor, Limits], Tensor]
+""":func:`mask_`, or what is as good."""
+
 
 @dataclass(frozen=True)
 class Gating:
@@ -70,6 +73,11 @@ class Gating:
     """Writes activation and derivative at its first argument into the others, where that is faster than apart."""
     rounded: bool = False
     """Whether :meth:`up_value` only has to be exact to less than a rounding to bf16."""
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether a gradient may have to be masked."""
+        return self.gate_limits != (None, None) or self.up_limits != (None, None)
 
     @property
     def multiplies_by_up(self) -> bool:
@@ -117,11 +125,11 @@ class Gating:
         self.activation(up_value if self.skip_gate else gate, out=act)
         return out.copy_(act) if self.skip_gate else torch.mul(act, up_value, out=out)
 
-    def up_slope_(self, gradient: Tensor, up: Tensor, up_value: Tensor) -> Tensor:
+    def up_slope_(self, gradient: Tensor, up: Tensor, up_value: Tensor, mask: Mask) -> Tensor:
         """Multiply `gradient` by the derivative of :meth:`up_value`, whose result is given and overwritten."""
         if self.up_softcap is not None:
             torch.ops.aten.tanh_backward.grad_input(gradient, up_value.div_(self.up_softcap), grad_input=gradient)
-        return mask_(gradient, up, self.up_limits)
+        return mask(gradient, up, self.up_limits)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write ``factor * act'(values)`` into `out`."""
@@ -136,6 +144,14 @@ def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
     for limit, within in zip(limits, (torch.lt, torch.gt), strict=True):
         if limit is not None:  # in the values' dtype: a mask of bools takes five times as long
             gradient.mul_(within(value, limit, out=_spare(value, "mask")))
+    return gradient
+
+
+def mask_finite_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
+    """:func:`mask_` in one pass, where `value` is finite and so is `gradient`; only an overflow of it may become 0."""
+    if limits != (None, None):
+        upper, lower = (far if limit is None else limit for limit, far in zip(limits, (math.inf, -math.inf)))
+        torch.ops.aten.hardtanh_backward.grad_input(gradient, value, lower, upper, grad_input=gradient)
     return gradient
 
 

@@ -130,7 +130,8 @@ class GroupedBackward(BlockBackward):
         loader, scratch, shape, part = self.loader, self.loader.scratch, tuple(d_int.shape), batch.global_part(chunk)
         gate, up = pre.values(chunk, rounded=True)
         results = scratch.get("inner_grads", (3, *shape), torch.float32)
-        SwiGLUGrad(self.gating, loader.compute.mx, loader.round_).fill(
+        on_host = batch.on_device is None and d_int.is_cpu
+        SwiGLUGrad(self.gating, loader.compute.mx, loader.round_, on_host).fill(
             results,
             d_int,
             gate,

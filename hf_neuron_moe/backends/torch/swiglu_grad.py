@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-from hf_neuron_moe.backends.torch.gating import Gating, mask_
+from hf_neuron_moe.backends.torch.gating import Gating, mask_, mask_finite_
 
 
 class SwiGLUGrad(NamedTuple):
@@ -23,6 +24,8 @@ class SwiGLUGrad(NamedTuple):
     """Round as ``mlp_bwd_mxfp8`` does."""
     round_: Callable[[Tensor], Tensor]
     """Rounds fp32 values to the compute dtype in place."""
+    on_host: bool = False
+    """Whether the host may read values, and has them at no cost."""
 
     def fill(
         self,
@@ -51,8 +54,14 @@ class SwiGLUGrad(NamedTuple):
         else:
             at_once(gate, act, d_gate)
             torch.mul(act, up_value, out=product)
-        if d_scale_R is not None:
-            d_scale_R.add_(torch.linalg.vecdot(d_int, product))
+        looks = gating.has_limits and self.on_host and not is_fake(d_int)
+        mask = mask_
+        if d_scale_R is not None or looks:
+            sums_R = torch.linalg.vecdot(d_int, product)
+            if d_scale_R is not None:
+                d_scale_R.add_(sums_R)
+            if looks and _is_finite(sums_R, scale_R1):
+                mask = mask_finite_
         if scale_R1 is not None:
             product.mul_(scale_R1)
             d_int.mul_(scale_R1)
@@ -69,8 +78,8 @@ class SwiGLUGrad(NamedTuple):
             d_gate.mul_(d_int.mul_(up_value))
         else:
             gating.slope(gate, d_int.mul_(up_value), out=d_gate)
-        gating.up_slope_(d_up, up, up_value)
-        mask_(d_gate, gate, gating.gate_limits)
+        gating.up_slope_(d_up, up, up_value, mask)
+        mask(d_gate, gate, gating.gate_limits)
 
     def _activate(
         self,
@@ -93,3 +102,8 @@ class SwiGLUGrad(NamedTuple):
             product.copy_(saved)
         else:
             self.round_(torch.mul(act, up_value, out=product))
+
+
+def _is_finite(*sums: Tensor | None) -> bool:
+    """Whether all sums are finite, and with sums of products all factors."""
+    return all(bool(part.isfinite().all()) for part in sums if part is not None)
