@@ -1,4 +1,4 @@
-"""Gradients of what was clamped: the mask of one pass is that of the kernels, and is not taken where it would not be."""
+"""Gradients of what was clamped: the mask of one pass is that of the kernels, or is not taken."""
 
 from __future__ import annotations
 

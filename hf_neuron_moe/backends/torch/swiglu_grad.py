@@ -5,6 +5,7 @@ Legend: R rows, I intermediate (a part of the axis is as good). Every tensor is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -105,5 +106,5 @@ class SwiGLUGrad(NamedTuple):
 
 
 def _is_finite(*sums: Tensor | None) -> bool:
-    """Whether all sums are finite, and with sums of products all factors."""
-    return all(bool(part.isfinite().all()) for part in sums if part is not None)
+    """Whether sums of products and factors are finite; where their own sum overflows, the answer is no."""
+    return all(math.isfinite(part.sum().item()) for part in sums if part is not None)
