@@ -75,6 +75,7 @@ def run(app: typer.Typer, arguments: list[str]) -> None:
             _end_stopped(signals, as_json)
         if debug:
             traceback.print_exception(error)
+            del vars(error).get("__notes__", [])[:]  # they are printed
         code, message = _code_and_message(error, debug, arguments)
         also = map(_one_line, getattr(error, "__notes__", ())) if isinstance(error, NeuronMoEError) else ()
         _end(code, type(error).__name__, message, as_json, *also)
@@ -114,7 +115,10 @@ def _end(code: ExitCode, name: str, message: str, as_json: bool, *also: str) -> 
     """Print one line per mistake, or one object, and exit."""
     if as_json:
         facts = {"ok": False, "error": name, "kind": code.kind, "exit_code": code.code, "message": message}
-        typer.echo(json.dumps(facts | ({"also": also} if also else {})))
+        try:
+            typer.echo(json.dumps(facts | ({"also": also} if also else {})))
+        except OSError:  # standard output is what failed
+            typer.echo("\n".join((message, *also)), err=True)
     else:
         typer.echo("\n".join((message, *also)), err=True)
     sys.exit(code.code)

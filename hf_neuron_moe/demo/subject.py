@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ def _every(setting: Setting) -> int:
 def _llama(source: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     fix = "Give a folder with config.json, weights and tokenizer, or the Hub id of such a model."
     expected = "a Llama checkpoint, a folder or a Hub id"
+    if "/" not in source and not Path(source).is_dir():
+        raise ConfigError.about("--model", expected, f"{source}, a folder that does not exist", fix)
     try:
         config = AutoConfig.from_pretrained(source)
         if config.model_type != "llama":

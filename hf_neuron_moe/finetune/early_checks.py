@@ -30,13 +30,14 @@ from transformers.utils import (
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend, trains_quantized
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
-from hf_neuron_moe.errors import NeuronMoEError, naming, nearest, not_one_of
-from hf_neuron_moe.finetune.data import files_of
+from hf_neuron_moe.errors import NeuronMoEError, SourceDamageError, naming, nearest, not_one_of
+from hf_neuron_moe.finetune.data_sources import files_of
 from hf_neuron_moe.finetune.mistakes import pass_all
 from hf_neuron_moe.finetune.model_files import (
     CONFIG_FILE,
     FROZEN,
     MARK,
+    check_config,
     check_weights,
     content_of,
     conversion_of,
@@ -75,7 +76,8 @@ def check_run(options: Options) -> bytes | str:
         partial(check_leftovers, options),
         partial(check_loading, options),
         partial(_check_backend, options.training),
-        partial(_check_model, options.model),
+        *([partial(folder_of, "tokenizer", options.model.tokenizer, "main")] if options.model.tokenizer else []),
+        partial(_check_model, options.model, options.places.get("model", "train")),
     )
     config = read_config(folder)
     check_training(options, config)
@@ -91,14 +93,18 @@ def _check_backend(training: Any) -> None:
             raise error.prefixed("neuron_") from None
 
 
-def _check_model(model: ModelOptions) -> Path:
-    """Return the model's folder, that of the hub's cache for a hub id."""
-    if model.tokenizer:
-        folder_of("tokenizer", model.tokenizer, "main")
+def _check_model(model: ModelOptions, place: str) -> Path:
+    """Return the model's folder, that of the hub's cache for a hub id; `place` is where it was given."""
     folder = folder_of("model", model.model, model.revision)
     if Path(model.model).is_dir():
         check_no_adapter(folder)
-        check_weights(folder)
+        try:
+            check_weights(folder)
+        except SourceDamageError as error:
+            if error.argument != "model":  # but a file of it
+                error.prefixed(f"{folder}/").where = place
+            raise
+        check_config(folder)
     return folder
 
 

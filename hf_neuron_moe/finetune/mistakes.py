@@ -21,6 +21,8 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
 
 
 def _locate(error: NeuronMoEError, places: Mapping[str, str]) -> None:
+    if error.where in places.values():
+        return
     for word in re.split(r", |\[", error.argument):
         if place := places.get(word) or places.get(f"neuron_{word}"):
             error.where = place
@@ -28,13 +30,19 @@ def _locate(error: NeuronMoEError, places: Mapping[str, str]) -> None:
 
 
 def pass_all(places: Mapping[str, str], *checks: Callable[[], Any]) -> list[Any]:
-    """Run every check and return their results; raise what they refuse as :func:`raise_together` does."""
+    """Run every check and return their results; raise what they refuse as :func:`raise_together` does.
+
+    A check that ends otherwise may do so for what another one has refused, and is only then passed over.
+    """
     results, errors = [], list[NeuronMoEError]()
     for check in checks:
         try:
             results.append(check())
         except NeuronMoEError as error:
             errors.append(error)
+        except (OSError, ValueError):
+            if not errors:
+                raise
     raise_together(places, errors)
     return results
 

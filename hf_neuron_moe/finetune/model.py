@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,18 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_neuron_moe.backends import resolve_backend, trains_quantized
 from hf_neuron_moe.errors import NeuronMoEError, nearest
 from hf_neuron_moe.finetune.early_checks import check_quantized, check_quantized_backend
+from hf_neuron_moe.finetune.model_files import REFUSALS
 from hf_neuron_moe.finetune.train_options import LoraOptions, ModelOptions, bad, one_line
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.report import PatchReport
 from hf_neuron_moe.patching.update import set_backend
 from hf_neuron_moe.training.prepare import is_patched
-
-REFUSALS = (
-    *(OSError, ImportError, ValueError, RuntimeError, TypeError, LookupError, AttributeError),
-    *(ArithmeticError, AssertionError, StrictDataclassError),
-)
-"""What transformers raises for configurations, tokenizers and weights that it cannot load, most of it unchecked."""
 
 
 def load_tokenizer(options: ModelOptions, chat_template: str | None = None) -> PreTrainedTokenizerBase:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_neuron_moe.config import QUANT_METHOD
@@ -21,12 +25,24 @@ from hf_neuron_moe.quantizers.quantization_config import PRECISIONS
 
 CONFIG_FILE = "config.json"
 MARK = "quantization_config"
+REFUSALS = (
+    *(OSError, ImportError, ValueError, RuntimeError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError, StrictDataclassError),
+)
+"""What transformers raises for configurations, tokenizers and weights that it cannot load, most of it unchecked."""
+
 FROZEN = tuple(precision for precision in PRECISIONS if precision.startswith("mx"))
 """Conversions whose blocks are not trained: MX codes in place of weights."""
 
 
 def folder_of(argument: str, name: str, revision: str) -> Path:
     """Return the folder of a model or tokenizer; of a hub id, one with its ``config.json`` alone."""
+    try:
+        os.lstat(name)
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            expected, got = "an existing folder or a hub id", "a name that no folder can have"
+            raise bad(argument, expected, got, "Correct it; a hub id is OWNER/NAME.") from error
     try:
         folder = resolve_source(name if revision == "main" else f"{name}@{revision}", weights=False)
     except SourceDamageError as error:
@@ -41,7 +57,8 @@ def folder_of(argument: str, name: str, revision: str) -> Path:
             fix = f"Correct the path, or make it: `{made}`."
         if Path(name).is_dir():
             raise bad("revision", "left out with a folder, which has none", repr(revision), "Leave it out.")
-        raise bad(argument, "an existing folder or a hub id", f"{name!r}, a folder that does not exist", fix)
+        what = "a file" if folder.is_file() else "a folder that does not exist"
+        raise bad(argument, "an existing folder or a hub id", f"{name!r}, {what}", fix)
     return folder
 
 
@@ -96,6 +113,18 @@ def longest_input(config: bytes | str) -> int | None:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a ``config.json`` that is missing, or that transformers cannot read."""
+    if not (folder / CONFIG_FILE).is_file():
+        fix = "Name another folder, or download the file into this one."
+        raise bad("model", f"a folder with {CONFIG_FILE}", f"{str(folder)!r} without it", fix)
+    try:
+        AutoConfig.from_pretrained(folder)
+    except REFUSALS as error:
+        got = f"{folder / CONFIG_FILE}: {one_line(error)}"
+        raise bad("model", "one whose configuration transformers can read", got, "Correct the file.") from error
 
 
 @public("train")

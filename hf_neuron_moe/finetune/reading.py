@@ -21,56 +21,12 @@ from transformers.integrations import is_deepspeed_available
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, nearest, not_one_of
 from hf_neuron_moe.finetune import configs
-from hf_neuron_moe.finetune.data import PACKAGE
+from hf_neuron_moe.finetune.data_sources import PACKAGE
 from hf_neuron_moe.finetune.mistakes import located, raise_together
+from hf_neuron_moe.finetune.other_names import ELSEWHERE, GONE
 from hf_neuron_moe.finetune.train_options import DTYPES, METHODS, OWN, Options, bad, known_options, one_line
 
 COMMAND_LINE = "command line"
-ELSEWHERE = {
-    "block_length": "max_length",
-    "max_seq_length": "max_length",
-    "sequence_len": "max_length",
-    "text_column": "dataset_text_field",
-    "max_train_blocks": "max_train_samples",
-    "max_eval_blocks": "max_eval_samples",
-    "model_name_or_path": "model",
-    "base_model": "model",
-    "model_revision": "revision",
-    "dataset_name": "dataset",
-    "dataset_train_split": "train_split",
-    "dataset_test_split": "eval_split",
-    "datasets": "train_files, or dataset,",
-    "test_datasets": "eval_files, or eval_split,",
-    "adapter": "lora_rank, above 0,",
-    "finetuning_type": "lora_rank, above 0 for LoRA,",
-    "lora_target_linear": "lora_targets, set to all-linear,",
-    "cutoff_len": "max_length",
-    "val_size": "eval_share",
-    "max_samples": "max_train_samples",
-    "stage": "method",
-    "rl": "method",
-    "template": "chat_template_path",
-    "train_on_inputs": "assistant_only_loss, with the opposite value,",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-    "flash_attention": "attn_implementation",
-    "flash_attn": "attn_implementation",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "eval_sample_packing": "eval_packing",
-    "r": "lora_rank",
-    "lora_r": "lora_rank",
-    "lora_target_modules": "lora_targets",
-    "target_modules": "lora_targets",
-    "lora_target_parameters": "lora_parameters",
-    "target_parameters": "lora_parameters",
-    "use_peft": "lora_rank, above 0",
-    "sample_packing": "packing",
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "val_set_size": "eval_share",
-}
-"""Names of TRL, peft, axolotl and earlier releases, and what they are here."""
-
 _BESIDES: dict[str, set[Any]] = {"fsdp": {bool}, "resume_from_checkpoint": {bool}, "neuron_precision": {dict}}
 """What options take besides the classes that their annotations name."""
 
@@ -112,14 +68,15 @@ def read_options(words: Sequence[str]) -> Options:
             raise not_one_of("method", method, METHODS).named("train")
         parser = parser_of(method)
         values = _typed(given, method, parser)
-        options = Options(*_built(values, parser, places), places)
-        raise_together(places, _contradictions(options))
+        parts, errors = _built(values, parser, places)
+        options = Options(*parts, places)
+        raise_together(places, [*errors, *_contradictions(options)])
         return options
 
 
 def read_yaml(path: Path) -> dict[str, Given]:
     """Return the keys of a YAML file with their lines."""
-    place, found = str(path), dict[str, Given]()
+    place, found, twice = str(path), dict[str, Given](), list[ConfigError]()
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -134,7 +91,8 @@ def read_yaml(path: Path) -> dict[str, Given]:
             key = str(loader.construct_object(key_node, deep=True))
             if key in found and key_node.tag != _MERGE:
                 got = f"a second time, after {found[key].place.rpartition(', ')[2]}"
-                raise ConfigError.about(key, "there once", got, "Remove one.").named(place)
+                twice.append(ConfigError.about(key, "there once", got, "Remove one.").named(place))
+                continue
             found[key] = Given(loader.construct_object(value_node, deep=True), place)
     except ConfigError:
         raise
@@ -143,6 +101,7 @@ def read_yaml(path: Path) -> dict[str, Given]:
             place = f"{path}, line {mark.line + 1}"
         problem = getattr(error, "problem", None) or one_line(error)
         raise ConfigError.about("content", "YAML", problem, "Correct the file.").named(place) from error
+    raise_together({}, twice)
     return found
 
 
@@ -193,6 +152,8 @@ def _typed(given: Mapping[str, Given], method: str, parser: argparse.ArgumentPar
     for key, (value, place) in given.items():
         if key.startswith("no_") and key[3:] in actions and value is True:  # as --no_neuron_patch
             values[key[3:]] = False
+            if key[3:] in given and given[key[3:]].place.partition(", line")[0] == place.partition(", line")[0]:
+                errors.append(bad(key, f"there without {key[3:]}", "both", "Remove one.").named(place))
         elif key not in actions:
             errors.append(_unknown(key, method).named(place))
         else:
@@ -211,8 +172,8 @@ def _unknown(key: str, method: str) -> ConfigError:
         fix = f"{key} is {ELSEWHERE[key]} here."
     elif other:
         fix = f"It is an option of method: {other}."
-    elif key in ("load_in_4bit", "load_in_8bit"):
-        fix = "Remove it: quantized weights are not patched. Convert the model: `hf-neuron-moe convert`."
+    elif key in GONE:
+        fix = f"Remove it: {GONE[key]}."
     else:
         fix = f"Remove or rename it.{nearest(key, known)}"
     return ConfigError.about("key", "an option that `hf-neuron-moe train --list-keys` shows", repr(key), fix)
@@ -261,6 +222,10 @@ def _scalar(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
     if not fits:
         numbers = {int: "a whole number", float: "a number"}
         wanted = "true or false" if is_flag else numbers.get(kind, "text")
+        if kind is int and isinstance(value, int) and not isinstance(value, bool):
+            wanted = "a whole number below 2**63"
+        if dict in kinds:
+            raise bad(action.dest, "names and values", repr(value), "Write `name: value` below it.")
         fix = (
             "Put it in quotes."
             if is_text and not is_flag and isinstance(value, int | float | date)
@@ -272,7 +237,28 @@ def _scalar(action: argparse.Action, value: Any, kinds: set[Any]) -> Any:
     return value
 
 
-def _built(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str, str]) -> tuple[Any, Any, Any, Any]:
+_Parts = tuple[Any, Any, Any, Any]  # model, data, LoRA, training
+
+
+def _built(
+    values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str, str]
+) -> tuple[_Parts, list[NeuronMoEError]]:
+    """Make the dataclasses, without the values that they refuse; return them and what was refused."""
+    errors: list[NeuronMoEError] = []
+    while True:
+        try:
+            return _parts(dict(values), parser, places), errors
+        except NeuronMoEError as error:
+            if f"neuron_{error.argument}" in values:
+                error.prefixed("neuron_")
+            errors.append(error)
+            refused = [key for key in re.split(r", |\[", error.argument) if key in values and key in places]
+            if not refused:
+                raise_together(places, errors)
+            values = {key: value for key, value in values.items() if key not in refused}
+
+
+def _parts(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str, str]) -> _Parts:
     """Make the dataclasses; what TRL's or transformers' refuse is about the option that the message names."""
     if values.get("deepspeed") and not is_deepspeed_available():
         fix = "Install it (`pip install deepspeed`), or shard with FSDP2: fsdp_size."
@@ -308,7 +294,12 @@ def blamed(message: str, places: Mapping[str, str], values: Mapping[str, Any]) -
     Options with an underscore are found as words, others, such as ``model``, between quotes.
     """
     quoted = (key if "_" in key else f"[`'-]{key}" for key in places)
-    named = (key for key, pattern in zip(places, quoted) if re.search(rf"(?<!\w){pattern}(?!\w)", message))
+    classes = message.lower()  # AcceleratorConfig is made of accelerator_config
+    named = (
+        key
+        for key, pattern in zip(places, quoted)
+        if re.search(rf"(?<!\w){pattern}(?!\w)", message) or ("_" in key and f"{key.replace('_', '')}." in classes)
+    )
     words = set(re.split(r"[\s'\"`:,.]+", message))
     texts = ((key, values.get(key)) for key in places)
     shown = (key for key, text in texts if not words.isdisjoint(text if isinstance(text, list) else [str(text)]))

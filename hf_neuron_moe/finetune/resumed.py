@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,9 @@ def check_resume(options: Options) -> None:
             fix = "Begin without it, or name a checkpoint that the stock Trainer wrote."
             raise bad("resume_from_checkpoint", f"used with a complete checkpoint in {out}", "none", fix)
         return
-    if not wish or wish == "auto" or (Path(wish) / TRAINER_STATE_NAME).is_file():
+    if not wish or wish == "auto" or os.path.isfile(Path(wish) / TRAINER_STATE_NAME):
         return
-    got = f"{wish!r} without one" if Path(wish).is_dir() else f"{wish!r}, which does not exist"
+    got = f"{wish!r} without one" if os.path.isdir(wish) else f"{wish!r}, which does not exist"
     expected = f"a checkpoint folder (with {TRAINER_STATE_NAME}), true or auto"
     fix = "Name a checkpoint-N folder; auto takes the newest of output_dir, or starts anew."
     raise bad("resume_from_checkpoint", expected, got, fix)

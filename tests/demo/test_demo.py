@@ -133,7 +133,7 @@ def test_a_missing_package_is_named_with_the_commands(
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [("mixtral", "model type mixtral"), ("nothing", "nothing, of which transformers says"), ("short", "positions")],
+    [("mixtral", "model type mixtral"), ("nothing", "nothing, a folder that does not exist"), ("short", "positions")],
 )
 def test_another_model_is_an_error_of_one_line(
     model: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

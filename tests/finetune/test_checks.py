@@ -411,15 +411,15 @@ def test_damaged_weights_are_found_before_they_are_loaded(tmp_path: Path, index:
         weights = folder / "model-00001-of-00001.safetensors"
         names = {"weight_map": {"lm_head.weight": weights.name}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(names), encoding="utf-8")
-        with refused(SourceDamageError, weights.name, got="no such file"):
+        with refused(SourceDamageError, weights, got="no such file"):
             check_run(options(folder))
     weights.write_bytes(whole[:-1])
-    with refused(SourceDamageError, weights.name, got="Error"):
+    with refused(SourceDamageError, weights, got="Error"):
         check_run(options(folder))
     weights.unlink()
     if index:
         (folder / "model.safetensors.index.json").write_text("{", encoding="utf-8")
-        with refused(SourceDamageError, "model.safetensors.index.json", "Expecting property name"):
+        with refused(SourceDamageError, folder / "model.safetensors.index.json", "Expecting property name"):
             check_run(options(folder))
     else:
         with refused(SourceDamageError, "model", "without any"):

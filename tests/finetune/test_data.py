@@ -13,6 +13,7 @@ from datasets import Dataset
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 from hf_neuron_moe.finetune import read_options
 from hf_neuron_moe.finetune.data import Data, load_data
+from hf_neuron_moe.finetune.data_sources import Source
 from hf_neuron_moe.finetune.model import load_tokenizer
 from hf_neuron_moe.finetune.train_run import check, make_trainer
 from tests.finetune.data_files import ANSWERS, CHATS, QUESTIONS, ROWS, words, write
@@ -78,7 +79,7 @@ def test_hub_datasets_are_loaded_by_name_and_split(
             raise ValueError("no such dataset.")
         return Dataset.from_list(ROWS["messages"])
 
-    monkeypatch.setattr("hf_neuron_moe.finetune.data.load_dataset", load)
+    monkeypatch.setattr("hf_neuron_moe.finetune.data_sources.load_dataset", load)
     given = words(models["llama"], Path("none"), tmp_path, dataset="me/chats", eval_split="test", dataset_config="big")
     del given[given.index("--train_files") : given.index("--train_files") + 2]
     options = read_options(given)
@@ -173,7 +174,8 @@ def test_evaluation_files_go_with_a_dataset_of_the_hub(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = Dataset.from_list(ROWS["text"])
-    monkeypatch.setattr("hf_neuron_moe.finetune.data._from_hub", lambda options, split: rows)
+    source = Source(rows, rows.column_names, str)
+    monkeypatch.setattr("hf_neuron_moe.finetune.data.from_hub", lambda options, split: source)
     given = words(models["llama"], write(tmp_path, ROWS["text"][:3]), tmp_path / "out", dataset="own/rows")
     given[given.index("--train_files")] = "--eval_files"
     options = read_options(given)
@@ -247,7 +249,7 @@ def test_lines_are_counted_over_files_and_blank_lines(models: dict[str, Path], t
     (tmp_path / "b.jsonl").write_text('\n\n{"text": null}\n')
     with refused(ConfigError, "train_files", rf"\({tmp_path}/b\.jsonl, line 3\)"):
         loaded(models["llama"], tmp_path / "*.jsonl", tmp_path)
-    file = write(tmp_path, [{"text": "a"}, {"text": None}], ".csv")
+    file = write(tmp_path, [{"text": "a"}, {"text": None}], ".parquet")
     with refused(ConfigError, "train_files", rf"\(row 2 of {file}\)"):
         loaded(models["llama"], file, tmp_path)
 
@@ -265,7 +267,7 @@ def test_damaged_files_and_unknown_columns(models: dict[str, Path], tmp_path: Pa
         with refused(ConfigError, "train_files", got=got):
             loaded(models["llama"], file, tmp_path)
     (tmp_path / "null.json").write_text('[null, {"text": "a"}]')
-    with refused(ConfigError, "train_files", got=f"{tmp_path}/null.json, line 1: null instead"):
+    with refused(ConfigError, "train_files", got=f"{tmp_path}/null.json, row 1: null instead"):
         loaded(models["llama"], tmp_path / "null.json", tmp_path)
     file.write_text('{"texts": "a"}\n')
     with refused(ConfigError, "train_files", r"dataset_text_field\. Did you mean 'texts'\?", got="texts"):
@@ -288,18 +290,59 @@ def test_lines_and_lists_of_json_are_one_kind(models: dict[str, Path], tmp_path:
     assert [*both] == [*one, *one]
 
 
-@pytest.mark.parametrize(
-    ("suffix", "one", "other"),
-    [("jsonl", '{"text": "a"}\n', '{"text": "a", "more": "b"}\n'), ("csv", "text\na\n", "text,more\na,b\n")],
-)
+OTHERS: list[tuple[str, list[dict[str, Any]], str]] = [
+    (".csv", [{"text": "a", "more": "b"}], "'year', 'more' in only one of {one} and {other}"),
+    (".parquet", [{"text": "a", "more": "b"}], "'year', 'more' in only one of {one} and {other}"),
+    (".parquet", [{"text": "a", "year": "b"}], "'year' of int64 in {one} and of string in {other}"),
+    (".csv", [{"year": 1, "text": "a"}], "another order in {other} than in {one}"),
+]
+
+
+@pytest.mark.parametrize(("suffix", "rows", "got"), OTHERS)
 def test_files_with_other_columns_are_both_named(
-    suffix: str, one: str, other: str, models: dict[str, Path], tmp_path: Path
+    suffix: str, rows: list[dict[str, Any]], got: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    files = [tmp_path / f"{name}.{suffix}" for name in ("one", "other")]
-    for file, text in zip(files, (one, other)):
-        file.write_text(text, encoding="utf-8")
-    with refused(ConfigError, "train_files", got=f"text in {files[0]} and more, text in {files[1]}"):
-        loaded(models["llama"], files[0], tmp_path, train_files=[str(file) for file in files])
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+    one, other = write(folders[0], [{"text": "a", "year": 1}], suffix), write(folders[1], rows, suffix)
+    with refused(ConfigError, "train_files", got=got.format(one=one, other=other)):
+        loaded(models["llama"], one, tmp_path, train_files=[str(one), str(other)])
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_damaged_file_is_not_one_with_other_columns(suffix: str, models: dict[str, Path], tmp_path: Path) -> None:
+    whole, cut = write(tmp_path, ROWS["text"], suffix), tmp_path / f"cut{suffix}"
+    cut.write_bytes(b"" if suffix == ".csv" else b"x")
+    with refused(ConfigError, "train_files", got=f"{cut}, which cannot be read"):
+        loaded(models["llama"], whole, tmp_path, train_files=[str(whole), str(cut)])
+
+
+STRINGS = ["2024-01-01", "7", "None", "1e5", "NaN", "true", "2024-01-01T10:00:00Z"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize("value", STRINGS)
+def test_strings_stay_what_they_are(suffix: str, value: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Loaders make times and numbers of columns in which all strings look like them."""
+    file = write(tmp_path, [{"prompt": value, "completion": value}] * 3, suffix)
+    assert loaded(models["llama"], file, tmp_path).train[1] == {"prompt": value, "completion": value}
+
+
+def test_a_number_among_strings_is_named_with_its_line(models: dict[str, Path], tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}] for answer in ("one", 5)]
+    file = write(tmp_path, [{"messages": chat} for chat in chats])
+    with refused(
+        ConfigError, "train_files", got=rf"content int '5' in message 2 of column 'messages' ({file}, line 2)"
+    ):
+        loaded(models["llama"], file, tmp_path)
+
+
+def test_rows_of_json_may_have_columns_of_their_own(models: dict[str, Path], tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [*ROWS["messages"], ROWS["messages"][0] | {"tools": None, "note": [1, {"a": "b"}]}]
+    assert len(loaded(models["llama"], write(tmp_path, rows), tmp_path).train) == len(rows)
+    (tmp_path / "mark.jsonl").write_text("\ufeff" + json.dumps({"text": "a"}) + "\r\n\r\n", encoding="utf-8")
+    assert loaded(models["llama"], tmp_path / "mark.jsonl", tmp_path).train[:] == {"text": ["a"]}
 
 
 def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(

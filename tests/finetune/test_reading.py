@@ -14,7 +14,7 @@ from hf_neuron_moe import patch_model
 from hf_neuron_moe.demo.tiny_model import tiny_config
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, UnsupportedModelError, nearest
 from hf_neuron_moe.finetune import configs, read_options
-from hf_neuron_moe.finetune.data import files_of
+from hf_neuron_moe.finetune.data_sources import files_of
 from hf_neuron_moe.finetune.model import adapters, patch
 from hf_neuron_moe.finetune.reading import ELSEWHERE, parser_of, read_yaml
 from hf_neuron_moe.finetune.train_options import Options, known_options
