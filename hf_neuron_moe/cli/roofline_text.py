@@ -118,6 +118,8 @@ def _memory(floor: Roofline) -> Iterator[str]:
     where = "GPU" if floor.on_gpu else "core"
     yield f"FSDP2 shards parameters, gradients and states over {where}s. Activations are each {where}'s own: fewer"
     yield "tokens, another policy or gradient checkpointing make them smaller."
+    if floor.on_gpu:
+        yield "With --fsdp N in place of --device, estimate counts one of N GPUs."
 
 
 def _table(parts: Iterable[GroupFloor], *, on_gpu: bool = False) -> Iterator[str]:

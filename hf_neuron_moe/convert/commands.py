@@ -96,6 +96,10 @@ def convert_checkpoint(
         if resume:
             if part is None and (manifest := finished_manifest(plan, destination, force=force)) is not None:
                 return manifest
+            if not force and (destination / MANIFEST_FILE).is_file():
+                expected, got = "unfinished, or a conversion with this source, version and options", "one of others"
+                fix = "Choose another name, or use --force to replace it."
+                raise DestinationError.about(str(destination), expected, got, fix)
             check_destination(destination, plan.source.directory, force=force)
         parts = part[1] if part is not None else None
         with opened(destination, plan, resume=resume, part=part is not None, parts=parts) as job:

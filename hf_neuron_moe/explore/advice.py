@@ -49,11 +49,22 @@ def missing_kernels(groups: Iterable[BlockGroup], device: str) -> dict[tuple[str
 
 
 def without_kernels(missing: Mapping[tuple[str, str], str], precisions: Mapping[str, str], device: str) -> list[str]:
-    """Return a sentence for each reason why documented kernels of a Neuron chip do not train blocks as planned."""
-    found = Counter(
-        (precision, reason) for (name, precision), reason in missing.items() if precisions.get(name) == precision
-    )
+    """Return a sentence for each reason why a Neuron chip's documented kernels do not train blocks as planned.
+
+    Another one is for a precision that was left out for such a reason.
+    """
+    found, spared = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for (name, precision), reason in missing.items():
+        planned = precisions.get(name)
+        if planned == precision:
+            found[precision, reason] += 1
+        elif planned is not None and precision not in (*precisions.values(), "fp32"):
+            spared[precision, reason] += 1
     return [
+        f"No documented kernel trains {counted(count, 'block')} in {precision} on {device}: {reason}. So the plan does "
+        "not take it there, whatever it would cost."
+        for (precision, reason), count in spared.items()
+    ] + [
         f"No documented kernel trains {counted(count, 'block')} of the plan in {precision} on {device}: {reason}. "
         "PyTorch computes them with neuron_fallback: torch, and takes other times than those above."
         for (precision, reason), count in found.items()

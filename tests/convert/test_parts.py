@@ -241,7 +241,7 @@ def test_a_finished_conversion_of_another_source_is_replaced_on_resume(checkpoin
     convert_checkpoint(source, target, SMALL)
     path = source / "model.safetensors"
     save_file({name: tensor.neg() for name, tensor in load_file(path).items()}, path, {"format": "pt"})
-    with refused(DestinationError, target, "--force"):
+    with refused(DestinationError, target, "--force", got="one of others"):
         convert_checkpoint(source, target, SMALL, resume=True)
     convert_checkpoint(source, target, SMALL, resume=True, force=True)
     convert_checkpoint(source, tmp_path / "one", SMALL)

@@ -131,7 +131,9 @@ def verify_checkpoint(
                 for name, message in otherwise
             ]
         if report.findings:
-            report.skipped["probe"] = "the files are damaged already"
+            others = all(finding.check == "source" for finding in report.findings)
+            what = "the source is not the one that was converted" if others else "the files are damaged already"
+            report.skipped["probe"] = what
         else:
             _probe(report, manifest, source, probes, seed)
     step(total)

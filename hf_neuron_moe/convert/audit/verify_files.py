@@ -116,7 +116,7 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[list[tup
     for file, size in sorted(manifest.source_files.items()):
         path = source / file
         if not path.is_file():
-            found.append((f"source {file}", "missing"))
+            found.append((f"source {file}", "missing; is --source the folder that was converted?"))
         elif path.stat().st_size != size:
             found.append((f"source {file}", f"{path.stat().st_size} bytes, converted were {size}"))
         elif file in manifest.source_sha256 and hash_file(path, step) != manifest.source_sha256[file]:
