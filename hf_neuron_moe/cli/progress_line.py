@@ -15,6 +15,7 @@ Update = Callable[[int, int], None]
 """Called with bytes, or what else is counted, done and in all."""
 
 SAMPLE_SECONDS = 0.02  # between two looks at the memory, each of about 30 microseconds
+WIDE = 80  # columns of a terminal from which on there is a bar
 LOG_SECONDS = 60.0  # between two lines in a log: what takes less has none
 
 
@@ -102,9 +103,12 @@ def _drawn(label: str, watch: Watch, unit: str) -> Iterator[Update]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     counted = (TextColumn(f"{{task.completed}}/{{task.fields[whole]}} {unit}"),) if unit else ()
-    measures = (BarColumn(), *(counted or (DownloadColumn(), TransferSpeedColumn())), TimeRemainingColumn())
-    columns = (TextColumn(label), *measures, TextColumn("peak {task.fields[peak]}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    columns = [TextColumn(label), *(counted or [DownloadColumn()]), TimeRemainingColumn()]
+    if console.width >= WIDE:
+        speed = [] if counted else [TransferSpeedColumn()]
+        columns[1:] = [BarColumn(), columns[1], *speed, columns[2], TextColumn("peak {task.fields[peak]}")]
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(label, total=None, peak="", whole="?")
 
         def update(done: int, total: int) -> None:

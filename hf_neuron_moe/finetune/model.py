@@ -39,6 +39,15 @@ def load_tokenizer(options: ModelOptions, chat_template: str | None = None) -> P
     return tokenizer
 
 
+def check_tokens(training: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse tokens that the tokenizer does not have."""
+    for name in ("eos_token", "pad_token"):
+        token = getattr(training, name, None)
+        if token is not None and token not in tokenizer.get_vocab():
+            near = nearest(token, tokenizer.all_special_tokens)
+            raise bad(name, "a token of the tokenizer", repr(token), f"Correct it, or leave it out.{near}")
+
+
 def _tokenizer(argument: str, name: str, revision: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)

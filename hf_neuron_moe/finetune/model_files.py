@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_neuron_moe.config import QUANT_METHOD
@@ -121,7 +122,9 @@ def check_config(folder: Path) -> None:
         fix = "Name another folder, or download the file into this one."
         raise bad("model", f"a folder with {CONFIG_FILE}", f"{str(folder)!r} without it", fix)
     try:
-        AutoConfig.from_pretrained(folder)
+        act = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "hidden_act", None)
+        if isinstance(act, str):
+            ACT2FN[act]
     except REFUSALS as error:
         got = f"{folder / CONFIG_FILE}: {one_line(error)}"
         raise bad("model", "one whose configuration transformers can read", got, "Correct the file.") from error

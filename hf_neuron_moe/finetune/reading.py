@@ -19,7 +19,14 @@ from transformers import HfArgumentParser
 from transformers.integrations import is_deepspeed_available
 
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, nearest, not_one_of
+from hf_neuron_moe.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    NeuronMoEError,
+    NeuronMoEWarning,
+    nearest,
+    not_one_of,
+)
 from hf_neuron_moe.finetune import configs
 from hf_neuron_moe.finetune.data_sources import PACKAGE
 from hf_neuron_moe.finetune.mistakes import located, raise_together
@@ -255,6 +262,8 @@ def _built(
             refused = [key for key in re.split(r", |\[", error.argument) if key in values and key in places]
             if not refused:
                 raise_together(places, errors)
+            if isinstance(error, BackendUnavailableError):  # whose device decides about bf16
+                refused.append("bf16")
             values = {key: value for key, value in values.items() if key not in refused}
 
 

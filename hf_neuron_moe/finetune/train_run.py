@@ -23,7 +23,15 @@ from hf_neuron_moe.finetune.data import Data, limited, load_data
 from hf_neuron_moe.finetune.early_checks import check_merging, check_packing, check_run
 from hf_neuron_moe.finetune.kernels import asks_for_kernels, check_kernels
 from hf_neuron_moe.finetune.mistakes import located
-from hf_neuron_moe.finetune.model import adapters, describe_unpatched, load_model, load_tokenizer, patch, save_merged
+from hf_neuron_moe.finetune.model import (
+    adapters,
+    check_tokens,
+    describe_unpatched,
+    load_model,
+    load_tokenizer,
+    patch,
+    save_merged,
+)
 from hf_neuron_moe.finetune.reading import blamed
 from hf_neuron_moe.finetune.resumed import last_complete, recorded
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
@@ -52,6 +60,7 @@ def check(options: Options) -> tuple[Any, Data]:
         if asks_for_kernels(options):
             check_kernels(options, config, this_device(), Adapter())
         tokenizer = load_tokenizer(options.model, getattr(options.training, "chat_template_path", None))
+        check_tokens(options.training, tokenizer)
         with options.training.main_process_first(desc="data"):
             data = load_data(options, tokenizer)
         check_packing(options, config)  # the data decides where no option does

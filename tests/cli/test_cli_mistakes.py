@@ -114,6 +114,11 @@ DAMAGES = [
         "model must be one whose configuration transformers can read, got model/config.json",
     ),
     ("config.json", '{"model_type": "foo"}', "model must be one whose configuration transformers can read"),
+    (
+        "config.json",
+        '{"model_type": "llama", "hidden_act": "fo"}',
+        "model must be one whose configuration transformers",
+    ),
     ("model.safetensors", "x", "model/model.safetensors must be a safetensors file as long as its header says"),
     ("model.safetensors", None, "model must be a folder with weights, got 'model' without any"),
 ]

@@ -36,6 +36,21 @@ def test_a_terminal_sees_bytes_rate_time_left_and_memory(monkeypatch):
     assert watch.done == 4 * 10**6 and watch.seconds >= 0.6
 
 
+@pytest.mark.parametrize(("columns", "bar"), [(50, False), (79, False), (80, True)])
+def test_a_narrow_terminal_has_no_bar_and_one_line(columns, bar, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    with watching("converting") as (_, progress):
+        progress(36_300_000, 425_100_000)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip()]
+    assert all("converting" in line and len(line) <= columns for line in lines), shown
+    assert bar or any("36.3/425.1 MB" in line for line in lines)
+    assert bar == any("peak" in line for line in lines)
+
+
 def test_nothing_is_drawn_where_nobody_watches(capsys):
     with watching("converting") as (watch, progress):
         progress(5, 10)

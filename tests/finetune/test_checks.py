@@ -106,6 +106,8 @@ def test_every_mistake_names_file_and_line(models: dict[str, Path], tmp_path: Pa
         ("train_files: rows.txt\nchat_template_path: no.jinja", "chat_template_path", "nothing at no.jinja"),
         ("train_files: rows.txt\neval_files: no.txt", "eval_files", "nothing at no.txt"),
         ("train_files: rows.txt\nneuron_backend: foo", "neuron_backend", "'foo'"),
+        ("train_files: rows.txt\neos_token: zzz", "eos_token", "'zzz'"),
+        ("train_files: rows.txt\npad_token: zzz", "pad_token", "'zzz'"),
         ("train_files: rows.txt\nattn_implementation: spda", "attn_implementation", "'spda'"),
         ("train_files: rows.txt\ndataset_kwargs: {skip_prepare_dataset: true}", "dataset_kwargs", "true"),
         ("train_files: rows.txt\ndataset_kwargs: {foo: 1}", "dataset_kwargs", "foo"),

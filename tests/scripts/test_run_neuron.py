@@ -198,8 +198,9 @@ def test_the_own_variable_for_lnc_counts_for_the_runtime_too(tmp_path: Path) -> 
 
 
 def test_a_run_off_the_device_says_what_is_missing() -> None:
-    with refused(BackendUnavailableError, "backend", "nki is not installed"):
+    with refused(BackendUnavailableError, "neuron_backend", "nki is not installed") as caught:
         read_options(["trn2-olmoe", "--neuron_backend", "neuron"])
+    assert not caught.value.__notes__
     with refused(ConfigError, "bf16", "on a CPU add --use_cpu true"):
         read_options(["trn2-olmoe", "--neuron_backend", "torch"])
 
