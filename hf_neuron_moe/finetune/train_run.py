@@ -35,7 +35,7 @@ from hf_neuron_moe.finetune.model import (
 from hf_neuron_moe.finetune.reading import blamed
 from hf_neuron_moe.finetune.resumed import last_complete, recorded
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
-from hf_neuron_moe.finetune.trainers import TRAINERS, StopAfterStep
+from hf_neuron_moe.finetune.trainers import TRAINERS, LogShortRuns, StopAfterStep
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.precision_map import spelled
 from hf_neuron_moe.training.prepare import refuse_unsavable_adapters
@@ -200,6 +200,8 @@ def _train(trainer: Any, options: Options, tell: Tell) -> dict[str, Any]:
     out = Path(options.training.output_dir)
     with StopAfterStep() as stop:
         trainer.add_callback(stop)
+        if "logging_steps" not in options.places:
+            trainer.add_callback(LogShortRuns())
         try:
             metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
         except NeuronMoEError:

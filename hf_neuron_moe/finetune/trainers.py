@@ -52,6 +52,17 @@ TRAINERS: dict[str, type[NeuronSFTTrainer] | type[NeuronDPOTrainer]] = {
 }
 
 
+class LogShortRuns(TrainerCallback):
+    """Logs every step of a run that would end before its first log."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare the steps of the run with those of a log."""
+        if state.logging_steps > state.max_steps:
+            state.logging_steps = 1
+
+
 class StopAfterStep(TrainerCallback):
     """Ends training after the present step, with a checkpoint, once Ctrl-C was pressed; at once if pressed again.
 

@@ -52,6 +52,18 @@ def test_a_run_says_that_it_writes_over_one_that_ended(models: dict[str, Path], 
     assert said == [False, True, False]
 
 
+@pytest.mark.parametrize(("steps", "given", "logged"), [(3, {}, [1, 2, 3]), (3, {"logging_steps": 2}, [2])])
+def test_a_short_run_logs_every_step_unless_told_otherwise(
+    steps: int, given: dict[str, int], logged: list[int], models: dict[str, Path], tmp_path: Path
+) -> None:
+    found = words(models["llama"], write(tmp_path, ROWS["text"]), tmp_path / "out", max_steps=steps)
+    place = found.index("--logging_steps")
+    found[place : place + 2] = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    finetune(read_options(found))
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "loss" in entry] == logged
+
+
 def test_full_fine_tuning_of_chats_ends_in_a_stock_checkpoint_with_a_card(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
