@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from itertools import count
 from typing import Any, NamedTuple
 
 import pyarrow
-from datasets import Dataset, Features
+from datasets import Dataset, Features, Json, List, Value
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from hf_neuron_moe.errors import NeuronMoEWarning, nearest
-from hf_neuron_moe.finetune.data_rows import EMPTY, KINDS, BadRow, Reader, is_chat
-from hf_neuron_moe.finetune.data_sources import files_of, from_files, from_hub, quiet_datasets
+from hf_neuron_moe.finetune.data_rows import (
+    EMPTY,
+    FREE,
+    KINDS,
+    BadRow,
+    Reader,
+    check_values,
+    is_chat,
+    is_messages,
+    is_plain,
+)
+from hf_neuron_moe.finetune.data_sources import Source, files_of, from_files, from_hub, quiet_datasets
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 
 
@@ -78,16 +87,20 @@ def _read(options: Options, tokenizer: PreTrainedTokenizerBase, argument: str, s
         owner = "tokenizer" if options.model.tokenizer else "model"
         raise bad(owner, f"one whose tokenizer has a chat template, for rows of {kind}", "one without", fix)
 
+    forms: dict[str, type] = {}
+
     def read(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            return reader(raw.row_of(row))
+            made = reader(raw.row_of(row))
+            check_values(made, forms)
+            return made
         except BadRow as error:
             got = f"{error.got} ({raw.place(index)})"
             raise bad(argument, f"rows of {_WORDS[kind]}", got, error.fix) from error
 
     try:
         with quiet_datasets():
-            made = _made(raw.rows, read)
+            made = _made(raw, read)
             kept = made.filter(lambda empty: not empty, input_columns=EMPTY, load_from_cache_file=False)
     except UnicodeDecodeError as error:  # arrow looks at texts no sooner
         raise bad(argument, "text in UTF-8", one_line(error), "Convert it to UTF-8.") from error
@@ -103,24 +116,40 @@ def _read(options: Options, tokenizer: PreTrainedTokenizerBase, argument: str, s
     return kind, kept.remove_columns(EMPTY)
 
 
-def _made(rows: Dataset, read: Callable[[dict[str, Any], int], dict[str, Any]]) -> Dataset:
+class _VariedError(Exception):
+    """A message with more than a role and a text."""
+
+
+def _made(raw: Source, read: Callable[[dict[str, Any], int], dict[str, Any]]) -> Dataset:
     """Return what `read` makes of each row and its number.
 
-    `datasets` takes the types of the first rows for all. Where others have more fields, all are asked first.
+    `datasets` takes the types of the first rows for all, and fills in what others have not. So rows of JSON are kept as
+    JSON where their messages differ in form.
     """
-    options: dict[str, Any] = {"remove_columns": rows.column_names, "load_from_cache_file": False}
+    options: dict[str, Any] = {"remove_columns": raw.rows.column_names, "load_from_cache_file": False}
+    if not raw.is_json:
+        return raw.rows.map(read, with_indices=True, **options)
+    first = read(raw.rows[0], 0)
+
+    def read_plain(row: dict[str, Any], index: int) -> dict[str, Any]:
+        made = read(row, index)
+        if not is_plain(made):
+            raise _VariedError
+        return made
+
     try:
-        return rows.map(read, with_indices=True, **options)
-    except TypeError:
-        schemas, numbers = list[pyarrow.Schema](), count()
-        for batch in rows.iter(BATCH):
-            each = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-            schemas.append(pyarrow.Table.from_pylist([read(row, next(numbers)) for row in each]).schema)
-        features = Features.from_arrow_schema(pyarrow.unify_schemas(schemas, promote_options="permissive"))
-        return rows.map(read, with_indices=True, features=features, **options)
+        return raw.rows.map(read_plain, with_indices=True, features=_features(first, varied=False), **options)
+    except _VariedError:
+        return raw.rows.map(read, with_indices=True, features=_features(first, varied=True), **options)
 
 
-BATCH = 1000  # rows whose types are found out together
+def _features(row: dict[str, Any], *, varied: bool) -> Features:
+    messages = List(Json()) if varied else List({"role": Value("string"), "content": Value("string")})
+    kinds = {str: Value("string"), bool: Value("bool")}
+    named = {name: messages if is_messages(name, value) else kinds.get(type(value)) for name, value in row.items()}
+    return Features({name: Json() if name in FREE else kind for name, kind in named.items()})
+
+
 _WORDS = {
     "text": "text",
     "messages": "chat messages",
@@ -146,7 +175,9 @@ def _kind_of(options: Options, columns: list[str], argument: str) -> str:
         argument = "dataset_text_field"
     near = nearest(text, columns) if text else ""
     fix = f"Rename them{', or name the column of text: dataset_text_field' if text else ''}.{near}"
-    raise bad(argument, f"data with columns {', or '.join(known)} for method {method}", ", ".join(columns), fix)
+    raise bad(
+        argument, f"data with columns {', or '.join(known)} for method {method}", ", ".join(columns) or "none", fix
+    )
 
 
 def _check_losses(options: Options, tokenizer: PreTrainedTokenizerBase, kind: str, row: dict[str, Any]) -> None:

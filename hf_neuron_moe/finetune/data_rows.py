@@ -134,6 +134,61 @@ _READERS: dict[str, Callable[[Reader, Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
+FREE = ("tools", "chat_template_kwargs")
+"""Columns that may hold anything that JSON has."""
+
+_PAIRS = ("prompt", "completion", "chosen", "rejected")
+
+
+def is_messages(column: str, value: object) -> bool:
+    """Whether a column of a made row has messages."""
+    return isinstance(value, list) and column not in FREE
+
+
+def is_plain(made: Mapping[str, Any]) -> bool:
+    """Whether all messages of a made row have a role and a text, and no more."""
+    lists = (value for column, value in made.items() if is_messages(column, value))
+    return all(
+        len(message) == 2 and isinstance(message.get("content"), str) and "role" in message
+        for messages in lists
+        for message in messages
+    )
+
+
+def check_values(made: Mapping[str, Any], forms: dict[str, type]) -> None:
+    """Refuse what cannot be stored, and texts where rows before have messages; `forms` is filled with what these have.
+
+    Raises:
+        BadRow: names the column.
+    """
+    for column, value in made.items():
+        if fault := _fault(value):
+            raise BadRow(f"{fault} in column {column!r}", "Remove it.")
+        if column in _PAIRS and type(value) is not forms.setdefault(column, type(value)):
+            now, before = ("a list", "strings") if isinstance(value, list) else ("a string", "lists")
+            got = f"{now} in column {column!r}, where rows before have {before}"
+            raise BadRow(got, "Write all rows in one form: strings, or lists of messages.")
+
+
+def _fault(value: object) -> str:
+    """Say what in a value is no Unicode text, or is more than 64 bits long."""
+    if isinstance(value, str):
+        return "" if value.isascii() or _encodes(value) else "half of a surrogate pair, which is no character,"
+    if isinstance(value, int):
+        return "" if -(2**63) <= value < 2**63 else "a number of more than 64 bits"
+    if isinstance(value, Mapping):
+        return next(filter(None, map(_fault, (*value.keys(), *value.values()))), "")
+    return next(filter(None, map(_fault, value)), "") if isinstance(value, list) else ""
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_chat(first: Mapping[str, Any]) -> bool:
     """Whether a row that a :class:`Reader` made holds messages."""
     return any(isinstance(first.get(name), list) for name in ("messages", "completion", "chosen"))

@@ -12,6 +12,7 @@ import glob
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,10 @@ import pyarrow
 import pyarrow.parquet
 from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
+from pandas.errors import ParserWarning
 
-from hf_neuron_moe.finetune.data_rows import shown
+from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.finetune.data_rows import FREE, shown
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
@@ -44,6 +47,8 @@ class Source(NamedTuple):
     """Says where a row is: file and line where a line is a row."""
     row_of: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Returns the columns of one of `rows`."""
+    is_json: bool = False
+    """Whether rows are text in which anything may stand."""
 
 
 def files_of(patterns: Sequence[str], argument: str) -> list[str]:
@@ -92,23 +97,37 @@ def from_files(files: list[str], argument: str) -> Source:
                 return _from_json([_scanned(path) for path in files])
             if builder == "text":
                 return _loaded("text", files, files.__getitem__, sample_by="document")
-            columns = {path: _columns(path, builder) for path in files}
-            if found := _difference(columns):
-                fix = "Rename, reorder, convert or remove columns."
-                raise bad(argument, "files with the same columns", found, fix)
             place = (lambda index: f"row {index + 1:,} of {files[0]}") if len(files) == 1 else _row
-            texts = Features({name: Value("string") for name in columns[files[0]]})
-            more = {"features": texts, "keep_default_na": False} if builder == "csv" else {}
-            return _loaded(builder, files, place, **more)
+            if builder == "csv":
+                return _from_csv(files, argument, place)
+            return _loaded(builder, files, place)
+    except NeuronMoEError:
+        raise
     except _DamagedError as error:
         raise bad(argument, expected, str(error), "Correct the file.") from error
-    except (DatasetsError, pyarrow.ArrowException, UnicodeDecodeError, OSError, StopIteration) as error:
+    except (DatasetsError, pyarrow.ArrowException, ValueError, OSError, StopIteration, ParserWarning) as error:
         if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and error.filename not in files:
             cache, fix = datasets.config.HF_DATASETS_CACHE, "Name another in the environment: HF_HOME=FOLDER."
             got = f"{cache} ({error.strerror})"
             raise bad("HF_DATASETS_CACHE", "a folder that datasets can write to", got, fix) from error
+        if builder == "parquet":
+            try:
+                _check_columns({path: _columns(path, builder) for path in files}, argument)
+            except _DamagedError as damaged:
+                raise bad(argument, expected, str(damaged), "Correct the file.") from error
         got = f"{', '.join(files)}, which cannot be read: {one_line(error.__cause__ or error)}"
         raise bad(argument, expected, got, "Correct the file.") from error
+
+
+def _from_csv(files: list[str], argument: str, place: Callable[[int], str]) -> Source:
+    """Return the rows of CSV files: texts, but for empty cells of columns that are none."""
+    columns = {path: _columns(path, "csv") for path in files}
+    _check_columns(columns, argument)
+    texts = Features({name: Value("string") for name in columns[files[0]]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ParserWarning)  # of rows with more cells than there are columns
+        found = _loaded("csv", files, place, features=texts, keep_default_na=False, index_col=False)
+    return found._replace(row_of=lambda row: {name: row[name] or (None if name in FREE else "") for name in row})
 
 
 def _row(index: int) -> str:
@@ -150,6 +169,12 @@ def _columns(path: str, builder: str) -> dict[str, str]:
         raise _DamagedError(f"{path}, which cannot be read: {one_line(error)}") from error
 
 
+def _check_columns(columns: Mapping[str, Mapping[str, str]], argument: str) -> None:
+    if found := _difference(columns):
+        fix = "Rename, reorder, convert or remove columns."
+        raise bad(argument, "files with the same columns", found, fix)
+
+
 def _difference(columns: Mapping[str, Mapping[str, str]]) -> str:
     """Say in what the columns of files differ; an empty text where they do not."""
     (first, kept), *others = columns.items()
@@ -186,7 +211,7 @@ def _scanned(path: str) -> _JsonFile:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise _DamagedError(f"{path}, line {count}: {one_line(error)}") from error
+                    raise _DamagedError(f"{path}, line {count}: {_words_of(error)}") from error
                 if not isinstance(row, dict):
                     where = f"{path}, line {count}" if items is None else f"{path}, row {count}"
                     raise _DamagedError(f"{where}: {shown(row)} instead of a JSON object")
@@ -196,11 +221,19 @@ def _scanned(path: str) -> _JsonFile:
     return _JsonFile(path, columns, count, blank, items)
 
 
+def _words_of(error: Exception) -> str:
+    """Return what is wrong in a line of JSON, with its place in the line."""
+    return f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else one_line(error)
+
+
 def _items_of(path: str) -> list[str] | None:
-    """Return the items of a file that is one JSON value, as JSON; None where it has one per line, or is damaged."""
+    """Return the items of a file that is one JSON value, as JSON; None where it has one per line."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError):
+        text = Path(path).read_text(encoding="utf-8-sig")
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and text.lstrip().startswith("["):
+            raise _DamagedError(f"{path}, line {error.lineno}: {_words_of(error)}") from error
         return None
     return [json.dumps(item) for item in (value if isinstance(value, list) else [value])]
 
@@ -241,4 +274,4 @@ def _from_json(files: Sequence[_JsonFile]) -> Source:
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         return dict.fromkeys(columns) | json.loads(row[_JSON])
 
-    return Source(rows.select(kept) if blank else rows, list(columns), place, row_of)
+    return Source(rows.select(kept) if blank else rows, list(columns), place, row_of, is_json=True)

@@ -124,7 +124,7 @@ def check_leftovers(options: Options) -> None:
     """
     folder, adapters = options.training.output_dir, bool(options.lora.lora_rank)
     model = Path(options.model.model)
-    if model.is_dir() and model.resolve() == Path(folder).resolve():
+    if os.path.isdir(model) and model.resolve() == Path(folder).resolve():
         fix = "Name another folder, or continue the run in it with --resume and the model that it began with."
         raise bad("output_dir", "another folder than the model's, which the run reads", repr(folder), fix)
     if not adapters and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():

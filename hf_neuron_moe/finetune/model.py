@@ -43,7 +43,7 @@ def check_tokens(training: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse tokens that the tokenizer does not have."""
     for name in ("eos_token", "pad_token"):
         token = getattr(training, name, None)
-        if token is not None and token not in tokenizer.get_vocab():
+        if token and token not in tokenizer.get_vocab():
             near = nearest(token, tokenizer.all_special_tokens)
             raise bad(name, "a token of the tokenizer", repr(token), f"Correct it, or leave it out.{near}")
 

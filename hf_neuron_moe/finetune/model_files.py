@@ -19,7 +19,7 @@ from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.folder import hub_failure, resolve_source
 from hf_neuron_moe.convert.io.source import damaged, read_index
 from hf_neuron_moe.convert.manifest import INDEX_OUT
-from hf_neuron_moe.errors import SourceDamageError, public
+from hf_neuron_moe.errors import SourceDamageError, nearest, public
 from hf_neuron_moe.finetune.configs import TINY_FAMILIES
 from hf_neuron_moe.finetune.train_options import bad, one_line
 from hf_neuron_moe.quantizers.quantization_config import PRECISIONS
@@ -123,11 +123,12 @@ def check_config(folder: Path) -> None:
         raise bad("model", f"a folder with {CONFIG_FILE}", f"{str(folder)!r} without it", fix)
     try:
         act = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "hidden_act", None)
-        if isinstance(act, str):
-            ACT2FN[act]
     except REFUSALS as error:
         got = f"{folder / CONFIG_FILE}: {one_line(error)}"
         raise bad("model", "one whose configuration transformers can read", got, "Correct the file.") from error
+    if isinstance(act, str) and act not in ACT2FN:
+        got = f"hidden_act {act!r} in {folder / CONFIG_FILE}"
+        raise bad("model", "one whose activation transformers has", got, f"Correct it.{nearest(act, [*ACT2FN])}")
 
 
 @public("train")

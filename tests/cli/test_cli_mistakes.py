@@ -116,8 +116,8 @@ DAMAGES = [
     ("config.json", '{"model_type": "foo"}', "model must be one whose configuration transformers can read"),
     (
         "config.json",
-        '{"model_type": "llama", "hidden_act": "fo"}',
-        "model must be one whose configuration transformers",
+        '{"model_type": "llama", "hidden_act": "SiLU"}',
+        "model must be one whose activation transformers has, got hidden_act 'SiLU'",
     ),
     ("model.safetensors", "x", "model/model.safetensors must be a safetensors file as long as its header says"),
     ("model.safetensors", None, "model must be a folder with weights, got 'model' without any"),

@@ -345,6 +345,98 @@ def test_rows_of_json_may_have_columns_of_their_own(models: dict[str, Path], tmp
     assert loaded(models["llama"], tmp_path / "mark.jsonl", tmp_path).train[:] == {"text": ["a"]}
 
 
+def _tool(name: str, kind: object = "string") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": kind}}}}}
+
+
+LATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tools": ({"tools": [_tool("a")]}, {"tools": [_tool("b", ["string", "null"])]}),
+    "tools as text": ({"tools": json.dumps([_tool("a")])}, {"tools": [_tool("b")]}),
+    "options": ({"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"b": "1"}}),
+    "a key": ({}, {"messages": [*CHATS[1], {"role": "user", "content": "b", "weight": 0}, CHATS[0][1]]}),
+    "parts": ({}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "b"}]}, CHATS[0][1]]}),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("late", [1, 1200])  # datasets takes the types of the first 1000 rows
+def test_rows_are_what_the_file_has_wherever_they_differ(
+    name: str, late: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    one, other = ({"messages": CHATS[0]} | more for more in LATE[name])
+    kept = loaded(models["llama"], write(tmp_path, [one] * late + [other]), tmp_path).train
+    for found, row in ((kept[0], one), (kept[late], other)):
+        tools = row.get("tools")
+        assert found == (row | {"tools": json.loads(tools)} if isinstance(tools, str) else row)  # TRL reads both
+
+
+PAIRS = [{"prompt": "i", "completion": "o"}, {"prompt": CHATS[0][:1], "completion": CHATS[0][1:]}]
+
+
+@pytest.mark.parametrize("late", [1, 1200])
+@pytest.mark.parametrize(("rows", "now", "before"), [(PAIRS, "list", "strings"), (PAIRS[::-1], "string", "lists")])
+def test_pairs_of_both_forms_are_refused_with_the_line(
+    rows: list[dict[str, Any]], now: str, before: str, late: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write(tmp_path, [rows[0]] * late + [rows[1]])
+    got = f"a {now} in column 'prompt', where rows before have {before} ({file}, line {late + 1:,})"
+    with refused(ConfigError, "train_files", got=got):
+        loaded(models["llama"], file, tmp_path)
+
+
+ANSWER = CHATS[0][1]
+UNSTORED: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [CHATS[0][0], ANSWER | {"id": 10**30}]}, "a number of more than 64 bits in column 'messages'"),
+    ({"messages": CHATS[0], "chat_template_kwargs": {"a": 10**30}}, "a number of more than 64 bits in column 'chat"),
+    ({"messages": [CHATS[0][0], ANSWER | {"content": "\ud83d"}]}, "half of a surrogate pair"),
+    ({"messages": [CHATS[0][0], ANSWER | {"content": 2**62}]}, "content int"),
+]
+
+
+@pytest.mark.parametrize(("row", "got"), UNSTORED)
+def test_what_cannot_be_stored_is_refused_with_its_line(
+    row: dict[str, Any], got: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write(tmp_path, [{"messages": CHATS[0], "chat_template_kwargs": {}}, row])
+    with refused(ConfigError, "train_files", rf"\({file}, line 2\)", got=got):
+        loaded(models["llama"], file, tmp_path)
+
+
+TABLES = [
+    ("instruction,output,tools,chat_template_kwargs\ni,o,,\n", ""),
+    ("text\n", "corresponds to no data"),
+    ("instruction,output\ni,o,extra\nj,k,l\n", "Length of header"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), TABLES)
+def test_tables_with_empty_cells_no_rows_or_too_many_cells(
+    text: str, says: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    if says:
+        with refused(ConfigError, "train_files", says):
+            loaded(models["llama"], tmp_path / "a.csv", tmp_path)
+        return
+    (row,) = loaded(models["llama"], tmp_path / "a.csv", tmp_path).train
+    assert row["completion"] == [{"role": "assistant", "content": "o"}]
+    assert (row["tools"], row["chat_template_kwargs"]) == (None, {})
+
+
+def test_a_damaged_list_names_the_line_of_the_damage(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[\n{"text": "a"},\n{"text": b},\n]', encoding="utf-8")
+    with refused(ConfigError, "train_files", got=f"{tmp_path}/a.json, line 3: Expecting value at character 10"):
+        loaded(models["llama"], tmp_path / "a.json", tmp_path)
+
+
+def test_parquet_files_may_differ_in_what_casts(models: dict[str, Path], tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.parquet" for number in range(2)]
+    for file, rows in zip(files, ([{"text": "a", "x": 1}], [{"x": None, "text": "b"}])):
+        Dataset.from_list(rows).to_parquet(file)
+    kept = loaded(models["llama"], files[0], tmp_path, train_files=[str(file) for file in files]).train
+    assert kept["text"][:] == ["a", "b"]
+
+
 def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
