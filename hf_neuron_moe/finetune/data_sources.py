@@ -96,7 +96,7 @@ def from_files(files: list[str], argument: str) -> Source:
             if builder == "json":
                 return _from_json([_scanned(path) for path in files])
             if builder == "text":
-                return _loaded("text", files, files.__getitem__, sample_by="document")
+                return _loaded("text", files, files.__getitem__, sample_by="document", encoding="utf-8-sig")
             place = (lambda index: f"row {index + 1:,} of {files[0]}") if len(files) == 1 else _row
             if builder == "csv":
                 return _from_csv(files, argument, place)
@@ -110,6 +110,9 @@ def from_files(files: list[str], argument: str) -> Source:
             cache, fix = datasets.config.HF_DATASETS_CACHE, "Name another in the environment: HF_HOME=FOLDER."
             got = f"{cache} ({error.strerror})"
             raise bad("HF_DATASETS_CACHE", "a folder that datasets can write to", got, fix) from error
+        if isinstance(error.__cause__ or error, UnicodeDecodeError):
+            found = next(filter(None, map(_undecodable, files)), one_line(error))
+            raise bad(argument, "text in UTF-8", found, "Convert it to UTF-8.") from error
         if builder == "parquet":
             try:
                 _check_columns({path: _columns(path, builder) for path in files}, argument)

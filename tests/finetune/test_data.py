@@ -423,6 +423,20 @@ def test_tables_with_empty_cells_no_rows_or_too_many_cells(
     assert (row["tools"], row["chat_template_kwargs"]) == (None, {})
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+def test_text_in_another_encoding_is_named_with_its_line_and_marks_are_left_out(
+    suffix: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, latin = tmp_path / f"a{suffix}", tmp_path / f"b{suffix}"
+    lines = ['{"text": "x"}', '{"text": "caf\u00e9"}'] if suffix == ".jsonl" else ["text", "caf\u00e9"]
+    whole.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    latin.write_text("\n".join(lines), encoding="latin-1")
+    kept = loaded(models["llama"], whole, tmp_path).train["text"][:]
+    assert kept == {".txt": ["text\ncaf\u00e9"], ".csv": ["caf\u00e9"], ".jsonl": ["x", "caf\u00e9"]}[suffix]
+    with refused(ConfigError, "train_files", got=f"{latin}, line 2: 'utf-8' codec can't decode byte 0xe9"):
+        loaded(models["llama"], whole, tmp_path, train_files=[str(whole), str(latin)])
+
+
 def test_a_damaged_list_names_the_line_of_the_damage(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[\n{"text": "a"},\n{"text": b},\n]', encoding="utf-8")
     with refused(ConfigError, "train_files", got=f"{tmp_path}/a.json, line 3: Expecting value at character 10"):
