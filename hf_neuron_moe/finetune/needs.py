@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import inspect
 import os
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,10 +26,11 @@ from transformers.integrations import (
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
+from trl import DPOTrainer
 
 from hf_neuron_moe.errors import not_one_of
 from hf_neuron_moe.finetune.mistakes import pass_all
-from hf_neuron_moe.finetune.train_options import bad, one_line
+from hf_neuron_moe.finetune.train_options import DPOArguments, bad, one_line
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """httpx's HTTPError, of the httpx that this huggingface_hub uses; errors of connections are among them."""
@@ -52,6 +56,7 @@ def check_needs(training: Any, places: Mapping[str, str]) -> None:
         partial(check_processes, training),
         partial(check_packages, training),
         partial(check_optimizer, training),
+        *(partial(check_preference_loss, kind) for kind in _preference_losses(training)),
         partial(check_schedule, training),
         *([partial(check_upload, training.hub_token)] if training.push_to_hub else []),
     )
@@ -91,6 +96,21 @@ def check_optimizer(training: Any) -> None:
             fix = "Install what it needs, or correct them: optim: adamw_torch needs no other package."
             got = f"{name}: {one_line(error)}"
             raise bad("optim, optim_args", "optimizers that transformers can make here", got, fix) from error
+
+
+def _preference_losses(training: Any) -> list[str]:
+    """Return the losses that a run of DPO adds up."""
+    return training.loss_type if isinstance(training, DPOArguments) else []
+
+
+def check_preference_loss(kind: str) -> None:
+    """Refuse a loss that TRL's trainer, by its source, compares with no name; it says so after the model is loaded."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(DPOTrainer)))
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name))
+    values = (node.comparators[0] for node in compared if ast.unparse(node.left) == "loss_type")
+    known = sorted({str(value.value) for value in values if isinstance(value, ast.Constant)})
+    if known and kind not in known:
+        raise not_one_of("loss_type", kind, known).named("train")
 
 
 def check_schedule(training: Any) -> None:

@@ -26,6 +26,7 @@ def training_of(**changes: Any) -> Any:
         ({"report_to": "wandbb"}, "report_to", r"got 'wandbb'.* Did you mean 'wandb'\?"),
         ({"report_to": "wandb"}, "report_to", r"got 'wandb', which is not. Install it .`pip install wandb`"),
         ({"report_to": "azure_ml"}, "report_to", "pip install azureml-sdk"),
+        ({"method": "dpo", "loss_type": "sigmoyd"}, "loss_type", r"got 'sigmoyd'.* Did you mean 'sigmoid'\?"),
         ({"use_liger_kernel": "true"}, "use_liger_kernel", "pip install liger-kernel"),
         ({"optim": "sgd", "optim_args": "momentum"}, "optim, optim_args", "got sgd: not enough values"),
         ({"push_to_hub": "true"}, "push_to_hub", "got HF_HUB_OFFLINE, .*`hf upload`"),
