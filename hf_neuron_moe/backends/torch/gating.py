@@ -148,7 +148,7 @@ def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
 
 
 def mask_finite_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
-    """:func:`mask_` in one pass, where `value` is finite and so is `gradient`; only an overflow of it may become 0."""
+    """:func:`mask_` in one pass, for finite gradients; a NaN of an overflow, or of an infinite gate, becomes 0."""
     if limits != (None, None):
         upper, lower = (far if limit is None else limit for limit, far in zip(limits, (math.inf, -math.inf)))
         torch.ops.aten.hardtanh_backward.grad_input(gradient, value, lower, upper, grad_input=gradient)
