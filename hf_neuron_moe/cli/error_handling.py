@@ -25,6 +25,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
 
 PROGRAM = "hf-neuron-moe"  # also where it runs as ``python -m hf_neuron_moe``: its completion goes by this name
+SOON = 0.01  # Seconds until a lost interrupt is sent again
 LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
 _PARSED = re.compile(r"Input should be (a valid \w+), unable to parse string as an? \w+")
 """What typer's converter of numbers says of an option's value."""
@@ -164,12 +165,13 @@ def _stopped_by(received: list[int]) -> Iterator[None]:
     """Let SIGTERM unwind the stack as Ctrl-C does, so that what a conversion holds is put in order; note which came.
 
     Python only reports an exception that is raised in a destructor or in a callback of the collector. An interrupt that
-    gets lost there is sent again.
+    gets lost there is sent again, until it arrives: one that comes just before a call of the system starts is noticed
+    only after that call.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    timers: list[threading.Timer] = []
+    ended = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -180,8 +182,13 @@ def _stopped_by(received: list[int]) -> Iterator[None]:
             hook(unraisable)
             return
         number = received[-1] if received else signal.SIGINT
-        timers.append(threading.Timer(0.01, _signal_main_thread, (number,)))
-        timers[-1].start()
+        threading.Thread(target=repeat, args=(number, len(received)), daemon=True).start()
+
+    def repeat(number: int, count: int) -> None:
+        pause = SOON
+        while not ended.wait(pause) and len(received) == count:
+            _signal_main_thread(number)
+            pause = 20 * SOON
 
     hook, sys.unraisablehook = sys.unraisablehook, lost
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
@@ -190,8 +197,7 @@ def _stopped_by(received: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        for timer in timers:
-            timer.cancel()
+        ended.set()
         for number, handler in before.items():
             signal.signal(number, handler)
         sys.unraisablehook = hook
