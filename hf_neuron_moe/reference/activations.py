@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_neuron_moe.backends.torch.gating import ACTIVATIONS
+from hf_neuron_moe.backends.torch.activation_rows import ACTIVATIONS
 from hf_neuron_moe.reference.moe_types import ActFnType
 
 BY_TYPE = {

@@ -134,5 +134,5 @@ def _gating(given: BackwardArguments, options: Options) -> Gating | None:
     limits, activation = given.clamps, BY_TYPE[options.activation]
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up, skip_gate=given.skip_gate_proj)
     if options.activation is not ActFnType.SiLU:
-        return replace(gating, act_=activation.value_, act_slope=activation.slope)
+        return replace(gating, gained_act_=activation.value_, act_slope=activation.slope)
     return None if gating == Gating() else gating

@@ -18,8 +18,8 @@ from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, ExpertWeights, FFNWeights, Routing
+from hf_neuron_moe.backends.torch.activation_rows import ACTIVATIONS
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
-from hf_neuron_moe.backends.torch.gating import ACTIVATIONS
 from hf_neuron_moe.modules.experts import ExpertsBlock
 from hf_neuron_moe.modules.experts_form import parameter_of
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.gate import Gate
-from hf_neuron_moe.backends.torch import gating as gatings
-from hf_neuron_moe.backends.torch.gating import ACTIVATIONS, gating_of, softcap, softcap_by_tanh, softcap_to_round
+from hf_neuron_moe.backends.torch import activation_rows
+from hf_neuron_moe.backends.torch.activation_rows import ACTIVATIONS, softcap, softcap_by_tanh, softcap_to_round
+from hf_neuron_moe.backends.torch.gating import gating_of
 from hf_neuron_moe.modules import ops
 
 T, K, E, H, I = 40, 2, 3, 32, 24  # noqa: E741
@@ -223,13 +224,43 @@ def test_gelu_by_tanh_keeps_the_digits_of_small_values() -> None:
     assert ((found - factor * slope).abs() <= 2.0**-20 * factor.abs() * (slope.abs() + 0.1)).all()
     act, both, gating = torch.empty_like(values), torch.empty_like(values), gating_of(Gate("gelu_tanh"))
     assert gating.act_and_slope is not None
-    gating.act_and_slope(values, act, both)
+    both = gating.act_and_slope(values, act, both)(factor)
     assert torch.equal(act, activation.value_(values.clone())) and torch.equal(act, activation.value(values))
-    assert torch.equal(both * factor, activation.slope(values, factor, torch.empty_like(values)))
+    assert torch.equal(both, activation.slope(values, factor, torch.empty_like(values)))
+    rounded = gating_of(Gate("gelu_tanh"), rounded=True)  # of a rounding to bf16 it may be wrong by a 512th
+    assert rounded.act_and_slope is not None
+    found = rounded.act_and_slope(values, torch.empty_like(act), torch.empty_like(act))(factor).double()
+    assert ((found - factor * slope).abs() <= 2.0**-18 * factor.abs() * (slope.abs() + 0.1)).all()
     alias = values.clone()
-    assert torch.equal(activation.slope(alias, factor, alias), both * factor)
+    assert torch.equal(activation.slope(alias, factor, alias), both)
     huge = activation.slope(torch.tensor([1e12, 1e6, 100.0]), torch.tensor([1e4, 1e30, torch.inf]), torch.empty(3))
     assert torch.equal(huge, torch.tensor([1e4, 1e30, torch.inf]))
+
+
+@pytest.mark.parametrize("limits", [{}, {"gate_max": 7.0, "gate_min": -7.0}])
+def test_swish_comes_times_alpha_and_its_slope_at_once(limits: dict[str, float]) -> None:
+    # A few roundings of fp32, and those of an exponent of small values. A limit times alpha is what values at the limit
+    # become, so both ways have the same bits.
+    gating, generator = gating_of(Gate("swish", alpha=1.702, **limits)), torch.Generator().manual_seed(0)
+    scales = 2.0 ** torch.randint(-40, 6, (20_000,), generator=generator)
+    values = torch.cat([torch.randn(20_000, generator=generator) * scales, torch.tensor([7.0, -7.0, 6.9999995, 0.0])])
+    factor, act, rest = (
+        torch.randn(len(values), generator=generator),
+        torch.empty_like(values),
+        torch.empty_like(values),
+    )
+    assert gating.act_and_slope is not None and gating.gain == 1.702
+    slope = gating.act_and_slope(values, act, rest)(factor)
+    clamped = values.double().clamp(limits.get("gate_min"), limits.get("gate_max")) if limits else values.double()
+    exact = values.double().requires_grad_()
+    (wanted_slope,) = torch.autograd.grad((exact * torch.sigmoid(1.702 * exact)).sum(), exact)
+    wanted, ones = clamped * torch.sigmoid(1.702 * clamped), torch.ones_like(values)
+    found = gating.times(act, ones, torch.empty_like(values)).double()
+    assert ((found - wanted).abs() <= 1e-6 * (1 + clamped.abs()) * wanted.abs() + 1e-37).all()
+    assert ((slope.double() - factor * wanted_slope).abs() <= 1e-6 * factor.abs()).all()
+    assert torch.equal(slope, gating.slope(values, factor, torch.empty_like(values)))
+    assert torch.equal(act.div_(gating.gain), gating.activate_(values.clone()))
+    assert torch.equal(gating.intermediate_(values.clone(), ones), found.float())
 
 
 @pytest.mark.parametrize("tanh", [False, True])
@@ -239,13 +270,13 @@ def test_softcapped_value_and_slope_at_once_are_those_apart(
     cap: float, rounded: bool, tanh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A few roundings to fp32, or 2**-14; the slope of large values is a difference from 1 or to 0, so absolute.
-    monkeypatch.setattr(gatings, "tanh_is_fast", lambda: tanh)
+    monkeypatch.setattr(activation_rows, "tanh_is_fast", lambda: tanh)
     gating = gating_of.__wrapped__(Gate(gate_softcap=cap), rounded)  # what the cache holds is of this processor
     relative, absolute = (2.0**-14, 2.0**-14) if rounded else (6e-7, 1e-6)
     assert gating.act_and_slope is not None and gating_of(Gate(gate_softcap=cap, gate_max=1.0)).act_and_slope is None
     values = torch.linspace(-40, 40, 20_001)
     act, slope, apart = (torch.empty_like(values) for _ in range(3))
-    gating.act_and_slope(values, act, slope)
+    gating.act_and_slope(values, act, slope)(torch.ones_like(values))
     exact = values.double().requires_grad_()
     wanted = cap * torch.tanh(exact / cap) * torch.sigmoid(exact)
     (wanted_slope,) = torch.autograd.grad(wanted.sum(), exact)

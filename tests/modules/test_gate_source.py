@@ -447,14 +447,14 @@ def test_every_activation_of_transformers_is_its_row_or_none(name: str) -> None:
     assert act_of(activation) == row
     if row is None:
         return
-    from hf_neuron_moe.backends.torch.gating import ACTIVATIONS, gating_of
+    from hf_neuron_moe.backends.torch.activation_rows import ACTIVATIONS
+    from hf_neuron_moe.backends.torch.gating import gating_of
 
     x = torch.linspace(-12, 12, 2001)
     gate = gate_of(activation)
     assert gate is not None
-    act_ = gating_of(gate).act_
-    value = ACTIVATIONS[row].value(x) if act_ is None else act_(x.clone())
-    torch.testing.assert_close(value, activation(x), rtol=2e-5, atol=2e-6)
+    for value in (ACTIVATIONS[row].value(x), gating_of(gate).activate_(x.clone())):
+        torch.testing.assert_close(value, activation(x), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(

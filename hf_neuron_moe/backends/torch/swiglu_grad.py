@@ -50,11 +50,12 @@ class SwiGLUGrad(NamedTuple):
         gating = self.gating
         up_value = up if gating.skip_gate else gating.up_value(up)
         at_once = None if self.mx or gating.rounds_itself else gating.act_and_slope
+        slope = None
         if at_once is None:
             self._activate(gate, up_value, act, product, saved_act, saved_product)
         else:
-            at_once(gate, act, d_gate)
-            torch.mul(act, up_value, out=product)
+            slope = at_once(gate, act, d_gate)
+            gating.times(act, up_value, out=product)
         looks = gating.has_limits and self.on_host and not is_fake(d_int)
         mask = mask_
         if d_scale_R is not None or looks:
@@ -70,13 +71,16 @@ class SwiGLUGrad(NamedTuple):
             gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
             return
-        torch.mul(act, d_int, out=d_up)
+        if slope is None:
+            torch.mul(act, d_int, out=d_up)
+        else:
+            gating.times(act, d_int, out=d_up)
         if self.mx and not gating.rounds_itself:
             one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
-            slope = self.round_(gating.slope(gate, one, out=d_gate))
-            self.round_(slope.mul_(up_value)).mul_(d_int)
-        elif at_once is not None:
-            d_gate.mul_(d_int.mul_(up_value))
+            slope_RI = self.round_(gating.slope(gate, one, out=d_gate))
+            self.round_(slope_RI.mul_(up_value)).mul_(d_int)
+        elif slope is not None:
+            slope(d_int.mul_(up_value))
         else:
             gating.slope(gate, d_int.mul_(up_value), out=d_gate)
         gating.up_slope_(d_up, up, up_value, mask)
