@@ -35,4 +35,6 @@ def main(model: str, text: str, output_dir: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: python scripts/finetune.py MODEL DATA.jsonl OUTPUT_DIR")
     main(*sys.argv[1:])

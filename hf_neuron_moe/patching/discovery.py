@@ -192,9 +192,9 @@ def _has_dense_names(module: nn.Module) -> bool:
     return any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES)
 
 
-def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes of the 2-D weights that `module` itself or its direct children hold."""
-    children = [child._parameters.get("weight") for child in module.children()]
+def _matrices(module: nn.Module, deep: bool = False) -> list[tuple[int, ...]]:
+    """Shapes of the 2-D weights that `module` itself or its direct children hold, or with `deep` any module in it."""
+    children = [child._parameters.get("weight") for child in (module.modules() if deep else module.children())]
     held = (*children, *module._parameters.values())
     return [tuple(param.shape) for param in held if param is not None and param.dim() == 2]
 
@@ -210,7 +210,7 @@ def _has_gate(kind: str, module: nn.Module, unread: bool = False) -> bool:
         return bool(getattr(module, "has_gate", True)) and len(stacks) != 1
     if _has_dense_names(module):
         return True
-    matrices = _matrices(module)
+    matrices = _matrices(module, deep=True)
     if _in_a_row(matrices):
         return False
     halved = len(matrices) == 2 and any(one[0] == 2 * other[1] for one, other in (matrices, reversed(matrices)))
@@ -235,7 +235,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     except NotSwiGLU as answer:
         if not _has_gate(kind, module, answer.unread):
             none = "its forward multiplies no two branches before a projection"
-            row = "two projections in a row" if _in_a_row(_matrices(module)) else none
+            row = "two projections in a row" if _in_a_row(_matrices(module, deep=True)) else none
             return replace(base, gated=False, reason=f"it has no gate: {row}")
         # What a reader looks for first: a wrapped module explains more than the source does.
         return replace(base, reason=next(chain(_instance_reasons(module), [str(answer)])))

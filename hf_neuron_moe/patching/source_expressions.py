@@ -228,7 +228,7 @@ class Expressions:
             if not alone or self.place:
                 raise
             self.notes.restore(earlier)
-            if not is_torchs(type(held)):
+            if not is_torchs(type(held)) or isinstance(held, nn.Sequential):
                 self.notes.unread[name] = str(answer)
             return ("part", name, self.evaluate(node.args[0]))
 
@@ -249,9 +249,11 @@ class Expressions:
         if isinstance(held, FunctionType) and not is_torchs(held):
             self.note_code(name, held)
             return self.follow(held, node, f"its {path}()")
+        title = f"its {path} ({type(held).__name__})"
+        if isinstance(held, nn.Sequential):
+            raise NotSwiGLU(f"{title} is several modules in one", unread=True)
         if not isinstance(held, nn.Module) or is_torchs(type(held)):
             raise self.unknown("computes", node, unread=True)
-        title = f"its {path} ({type(held).__name__})"
         if next(held.parameters(), None) is not None or next(held.buffers(), None) is not None:
             raise NotSwiGLU(f"{title} has weights of its own", unread=True)
         self.note_code(name, held)

@@ -86,3 +86,12 @@ def test_the_status_names_the_pythons_that_the_tests_ran_on() -> None:
     status = (ROOT / "docs" / "status.md").read_text(encoding="utf-8")
     assert f"All of them on {ran}." in status
     assert f"The workflow file asks for Python {asked}, and has not run." in status
+
+
+def test_names_that_are_placeholders_on_pypi_are_installed_from_one_index() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    commands = [line.partition("#")[0] for line in lines if line.lstrip().startswith("pip install")]
+    neuron = [line for line in commands if re.search(r"\b(nki|neuronx-cc|torch-neuronx)\b", line)]
+    assert neuron and all(" --index-url " in line for line in neuron), neuron
+    assert len(commands) > 5 and not any("--extra-index-url" in line for line in commands)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
 from hf_neuron_moe import patch_model, unpatch_model
@@ -157,6 +158,39 @@ def test_what_counts_as_gated(shapes: list[tuple[int, int]], gated: bool) -> Non
         return
     (entry,) = patch_model(model).refused
     assert (entry.name, entry.gated) == ("extra", False)
+
+
+class GateOfTwoMLP(nn.Module):
+    """A gate projection and its activation in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(16, 24, bias=False), nn.SiLU())
+        self.up, self.down = nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+class ListedLayersMLP(nn.Module):
+    """Three layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in ((16, 24), (16, 24), (24, 16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[2](F.silu(self.layers[0](x)) * self.layers[1](x))
+
+
+def test_a_gate_inside_of_a_sequential_counts_and_layers_in_a_list_are_not_looked_at() -> None:
+    model = tiny_model("llama")
+    model.extra, blocks = GateOfTwoMLP(), len(model.model.layers)
+    with refused(UnsupportedModelError, "model", r"extra .GateOfTwoMLP.: .* its gate .Sequential. is several modules"):
+        patch_model(model)
+    model.extra = ListedLayersMLP()
+    report = patch_model(model)
+    assert (len(report.patched), report.refused) == (blocks, ())
 
 
 def test_experts_without_a_gate_do_not_count_either() -> None:

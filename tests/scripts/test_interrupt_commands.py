@@ -26,6 +26,6 @@ def test_failures_are_seen() -> None:
 @pytest.mark.slow
 def test_commands_end_in_one_line(repo_root: Path) -> None:
     script = str(repo_root / "scripts" / "interrupt_commands.py")
-    command = [sys.executable, script, "--moments", "1", "--only", "convert", "explore", "inspect"]
+    command = [sys.executable, script, "--moments", "1", "--only", "convert", "demo", "explore", "inspect"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0 and "0 failures" in done.stdout, done.stdout + done.stderr[-2000:]
