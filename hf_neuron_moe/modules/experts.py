@@ -6,6 +6,7 @@ T tokens, K experts per token, E experts on this rank, H hidden size, I intermed
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,7 +56,7 @@ class ExpertsBlock(NeuronBlock):
         check_constants(self, form, self.neuron_name)
         axis = 2 if form.transposed else 1
         check_hidden_states(hidden_states, parameter_of(self, form.down), axis, self.neuron_name)
-        rows = hidden_states.shape[:-1].numel() * (1 if form.post_norm is None else routing[0].shape[1])
+        rows = math.prod(hidden_states.shape[:-1]) * (1 if form.post_norm is None else routing[0].shape[1])
         backend = self._call_backend(rows)
         parameters: dict[str, Any] = self._parameters
         held = {name: parameters[name] for name in self.neuron_factors}

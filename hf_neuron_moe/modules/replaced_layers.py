@@ -33,7 +33,7 @@ class ReplacedLayers(nn.Module):
             level._modules[part] = inside
             level = inside
         for name, (out_features, in_features) in shapes.items():
-            level.add_module(name, _ReplacedLinear(out_features, in_features))
+            level.add_module(name, _ReplacedLinear(block, name, out_features, in_features))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute."""
@@ -49,12 +49,39 @@ class _ReplacedLinear(nn.Linear):
 
     weight: torch.Tensor
 
-    def __init__(self, out_features: int, in_features: int) -> None:
+    def __init__(self, block: str, name: str, out_features: int, in_features: int) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.weight = torch.empty(out_features, in_features, device="meta")
+        self.weight = torch.empty(out_features, in_features, device="meta").as_subclass(_NoValues)
+        self.weight.place = block, name
         self.register_parameter("bias", None)
         self._is_hf_initialized = True  # for transformers' init_weights, which would look for a weight
+
+
+_FACTS = {
+    *("__get__", "__reduce_ex__", "__repr__", "__hash__", "__len__", "size", "dim", "stride", "numel"),
+    *("element_size", "is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "detach"),
+}
+"""Functions of a tensor that read no value."""
+
+
+class _NoValues(torch.Tensor):
+    """A replaced layer's weight: what reads its values gets the error that adapters get."""
+
+    place: tuple[str, str]
+
+    def __deepcopy__(self, memo: Any) -> _NoValues:
+        """Return itself: there is nothing to change."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call what asks for shape, dtype or device, and refuse the rest."""
+        if func.__name__ in _FACTS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        own = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, _NoValues))
+        block, name = getattr(own, "place", ("", "weight"))
+        raise adapters_refused(block, name, f"a call of {func.__name__} with its weight")
 
 
 def adapters_refused(block: str, layers: str, got: str) -> NeuronMoEError:

@@ -215,7 +215,8 @@ def _remarks(report: PatchReport) -> Iterator[str]:
     if held := sum(entry.generation_bytes for entry in report.patched):
         yield (
             f"Generation holds quantized copies of the weights: {held / 2**20:.1f} MiB, made by the first call in "
-            "evaluation mode without gradients, dropped when the weights change or training goes on."
+            "evaluation mode without gradients, dropped when the weights change or training goes on (after a "
+            "write through .data, call refresh_weights)."
         )
     copies = [entry.weight_copy_bytes for entry in report.patched]
     if any(copies):

@@ -5,6 +5,7 @@ Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -123,7 +124,7 @@ def _expert_rows(block: ExpertsBlock) -> list[Tensor]:
 
 def spread_rows(values: Tensor, rows: int) -> Tensor:
     """Return up to `rows` of all rows of ``[R, K]`` or ``[E, R, K]``, evenly spread, as a copy."""
-    count = values.shape[:-1].numel()
+    count = math.prod(values.shape[:-1])
     taken, each = min(rows, count), max(values.shape[-2], 1)
     positions = torch.arange(taken, device=values.device) * count // max(taken, 1)
     first = () if values.dim() == 2 else (torch.div(positions, each, rounding_mode="floor"),)

@@ -44,3 +44,13 @@ def test_the_registered_implementation_is_one_graph() -> None:
     finally:
         ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name, None)
         ALL_EXPERTS_FUNCTIONS._local_mapping.pop(name, None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_an_exported_model_takes_texts_of_other_lengths(family: str) -> None:
+    model, longer = tiny_model(family).eval(), torch.cat([tokens(), tokens()], dim=1)
+    patch_model(model)
+    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=4 * tokens().shape[1])}, "use_cache": None}
+    arguments = {"input_ids": tokens(), "use_cache": False}
+    exported = torch.export.export(model, (), arguments, dynamic_shapes=shapes, strict=False).module()
+    assert torch.equal(exported(input_ids=longer, use_cache=False).logits, model(longer, use_cache=False).logits)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM
 
-from hf_neuron_moe import patch_model, unpatch_model
+from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, NothingToPatchError, UnsupportedModelError
 from tests.refusals import refused
 from tests.tiny_models import WEIGHT_LAYOUTS, assert_same_snapshot, snapshot, tiny_model, tokens
@@ -346,3 +346,17 @@ def test_adapters_train_on_other_ways_of_computing_as_on_torch(family: str, back
         assert expected.norm() > 0, key
         distance = (results[1][key].double() - expected.double()).norm() / expected.double().norm()
         assert distance <= bound, (key, distance.item())
+
+
+@pytest.mark.parametrize("method", ["pissa", "olora", "prune"])
+def test_what_reads_the_weight_of_a_replaced_layer_gets_the_same_error(method: str) -> None:
+    model = tiny_model("llama")
+    patch_model(model, NeuronMoEConfig(weights="kernel"))
+    copied = copy.deepcopy(model)
+    layer = next(each for name, each in copied.named_modules() if name.endswith(".gate_proj"))
+    assert (layer.weight.shape, layer.weight.device.type) == ((layer.out_features, layer.in_features), "meta")
+    with refused(UnsupportedModelError, "gate_proj", got="a call of ", where="model.layers.0.mlp"):
+        if method == "prune":
+            prune.l1_unstructured(layer, "weight", amount=0.5)  # type: ignore[no-untyped-call]
+        else:
+            get_peft_model(copied, LoraConfig(target_modules=["gate_proj"], init_lora_weights=method))
