@@ -254,6 +254,14 @@ def half_in_place(self: Any, z: Tensor) -> Tensor:
     return self.act_fn(gate) * up
 
 
+def in_a_pair_before_a_change(self: Any, z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    act = self.act_fn(gate)
+    both = (act, up)
+    act *= 2
+    return both[0] * both[1]
+
+
 def input_in_place(self: Any, z: Tensor) -> Tensor:
     gate, up = z.chunk(2, dim=-1)
     z += 1
@@ -386,6 +394,7 @@ REFUSED = {
     half_in_place: "the statement `gate \\*= 1`",
     input_in_place: "the statement `z \\+= 1`",
     read_after_a_change: "computes `same`",
+    in_a_pair_before_a_change: "computes `both`",
     third_part: r"computes `parts\[2\]`",
     other_exponentials: r"computes `gate / \(2 \+ torch\.exp\(-gate\)\)`",
     in_thirds: r"z.chunk\(3, dim=-1\)",

@@ -167,6 +167,7 @@ def test_what_is_kept_less_is_computed_more() -> None:
         assert saved_bytes(shape, more) > saved_bytes(shape, less)
         assert recomputed_flops(shape, more) < recomputed_flops(shape, less)
     assert recomputed_flops(shape, "recompute") == 2 * (2 * 256 * 2 * 1024 + 5 * 1024)
+    assert recomputed_flops(shape, "fp8") == recomputed_flops(shape, "gate_pre+up") + 2 * (2 * 1024)  # decoding
 
 
 def test_a_model_that_does_not_say_its_top_k_has_no_figure() -> None:
