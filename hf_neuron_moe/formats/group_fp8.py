@@ -65,7 +65,7 @@ def group_scales(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = 
     scales_MG = torch.empty(rows_MN.shape[0], rows_MN.shape[1] // group_size, dtype=torch.bfloat16, device=x_MN.device)
     for rows in row_chunks(rows_MN):
         scales_MG[rows] = scale_of_groups(rows_MN[rows].to(torch.float32).unflatten(-1, (-1, group_size)), fmt)
-    return scales_MG.view(*x_MN.shape[:-1], -1)
+    return scales_MG.view(*x_MN.shape[:-1], scales_MG.shape[1])
 
 
 @public
@@ -93,7 +93,7 @@ def group_quantize_fp8(
         scales_MG[rows] = scale_of_groups(values, fmt)
         scaled = values.div_(scales_MG[rows].to(torch.float32).unsqueeze(-1))
         codes_MN[rows] = round_to_fp8_(scaled, fmt, stochastic=stochastic, generator=generator).flatten(1)
-    return codes_MN.view(x_MN.shape), scales_MG.view(*x_MN.shape[:-1], -1)
+    return codes_MN.view(x_MN.shape), scales_MG.view(*x_MN.shape[:-1], N // group_size)
 
 
 @public

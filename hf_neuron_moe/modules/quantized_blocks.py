@@ -179,7 +179,8 @@ class QuantizedBlock(NeuronBlock):
             _FOR_INFERENCE if training else "",
         )
         options = {"backend": backend, "activations": self.neuron_keep}
-        return quantized_network(x_TH, index_TK, weight_TK, stack, **options)[:, :hidden]
+        # Without gaps: gloo, which adds such outputs of several processes, takes no notice of strides.
+        return quantized_network(x_TH, index_TK, weight_TK, stack, **options)[:, :hidden].contiguous()
 
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -390,3 +391,14 @@ def test_inspect_says_that_a_manifest_lacks_a_weight(checkpoint, tmp_path):
     file.write_text(json.dumps(sealed(content)), encoding="utf-8")
     with refused(SourceDamageError, file, re.escape(lost)):
         inspect_checkpoint(tmp_path / "dst", source)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+@pytest.mark.parametrize("name", ["neuron.safetensors.index.json", "config.json", "README.md"])
+def test_a_named_pipe_is_a_missing_file(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Nobody writes into it, so reading it would never end."""
+    convert_checkpoint(checkpoint("llama"), tmp_path / "dst")
+    (tmp_path / "dst" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "dst" / name)
+    lines = str(verify_checkpoint(tmp_path / "dst"))
+    assert re.search(rf"{re.escape(name)}.*(missing|No such file)", lines), lines

@@ -161,3 +161,9 @@ def test_refusals() -> None:
         group_dequantize_fp8(codes, scales.to("meta"))
     with refused(ShapeError, "codes.shape[-1]", got="0"):
         group_dequantize_fp8(codes[0, 0], scales[0])
+
+
+def test_no_rows_have_codes_and_scales_of_no_rows() -> None:
+    codes, scales = group_quantize_fp8(torch.randn(0, 32), 16)
+    assert (codes.shape, scales.shape, group_scales(torch.randn(2, 0, 32), 16).shape) == ((0, 32), (0, 2), (2, 0, 2))
+    assert group_dequantize_fp8(codes, scales).shape == (0, 32)

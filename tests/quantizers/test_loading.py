@@ -64,6 +64,18 @@ def test_padded_weights_of_uneven_sizes(source: Source, converted: Converted, fa
     assert_same(logits(load(converted(family, UNEVEN, precision=precision, pad=True))), expected, precision)
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_results_of_padded_blocks_have_no_gaps(converted: Converted, family: str) -> None:
+    """Sums over processes by gloo take no notice of strides."""
+    model = load(converted(family, UNEVEN, precision="mxfp8", pad=True))
+    blocks = [module for module in model.modules() if isinstance(module, QuantizedBlock)]
+    found: list[torch.Tensor] = []
+    for block in blocks:
+        block.register_forward_hook(lambda module, arguments, output: found.append(output))
+    logits(model)
+    assert len(found) == len(blocks) and all(each.is_contiguous() for each in found)
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [

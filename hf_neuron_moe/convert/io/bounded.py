@@ -5,8 +5,10 @@ Checked before a number of theirs becomes memory or time, or a text of theirs a 
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import re
 import types
 from collections.abc import Mapping
@@ -30,7 +32,12 @@ RecordT = TypeVar("RecordT")
 
 
 def read_json(path: Path, limit: int, *, unique: bool = False) -> Any:
-    """Read a JSON file as :func:`parse_json` takes it; ValueError also where it is longer than `limit` bytes."""
+    """Read a JSON file as :func:`parse_json` takes it; ValueError also where it is longer than `limit` bytes.
+
+    A named pipe, which nobody may ever write into, counts as missing: FileNotFoundError.
+    """
+    if not path.is_file() and not path.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     size = path.stat().st_size
     if size > limit:
         raise ValueError(f"{size:,} bytes, more than the {limit:,} that such a file has at most")
