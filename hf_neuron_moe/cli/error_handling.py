@@ -187,7 +187,8 @@ def _stopped_by(received: list[int]) -> Iterator[None]:
     def repeat(number: int, count: int) -> None:
         pause = SOON
         while not ended.wait(pause) and len(received) == count:
-            _signal_main_thread(number)
+            if signal.getsignal(number) is stop:  # not while it is held back, where a second one would not be
+                _signal_main_thread(number)
             pause = 20 * SOON
 
     hook, sys.unraisablehook = sys.unraisablehook, lost

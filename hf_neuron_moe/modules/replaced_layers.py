@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hf_neuron_moe.errors import NeuronMoEError, UnsupportedModelError, with_article
 
@@ -77,11 +78,14 @@ class _NoValues(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call what asks for shape, dtype or device, and refuse the rest."""
-        if func.__name__ in _FACTS:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        own = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, _NoValues))
-        block, name = getattr(own, "place", ("", "weight"))
-        raise adapters_refused(block, name, f"a call of {func.__name__} with its weight")
+        own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _NoValues))
+        block, name = place = own.__dict__.get("place", ("", "weight"))  # not yet there while it is unpickled
+        if func.__name__ not in _FACTS:
+            raise adapters_refused(block, name, f"a call of {func.__name__} with its weight")
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, _NoValues):
+            result.place = place
+        return result
 
 
 def adapters_refused(block: str, layers: str, got: str) -> NeuronMoEError:

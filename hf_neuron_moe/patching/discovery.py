@@ -194,7 +194,8 @@ def _has_dense_names(module: nn.Module) -> bool:
 
 def _matrices(module: nn.Module, deep: bool = False) -> list[tuple[int, ...]]:
     """Shapes of the 2-D weights that `module` itself or its direct children hold, or with `deep` any module in it."""
-    children = [child._parameters.get("weight") for child in (module.modules() if deep else module.children())]
+    inside = list(module.modules())[1:] if deep else module.children()
+    children = [child._parameters.get("weight") for child in inside]
     held = (*children, *module._parameters.values())
     return [tuple(param.shape) for param in held if param is not None and param.dim() == 2]
 

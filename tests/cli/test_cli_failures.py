@@ -19,7 +19,7 @@ import pytest
 import hf_neuron_moe.convert
 from hf_neuron_moe import errors
 from hf_neuron_moe.cli import error_handling, exit_codes, shared_options
-from hf_neuron_moe.cli.error_handling import interrupts_deferred
+from hf_neuron_moe.cli.error_handling import _stopped_by, interrupts_deferred
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES, exit_code_of
 from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert import (
@@ -231,6 +231,21 @@ def test_signals_in_destructors_are_not_lost(name, code, dropped, model_dir, rep
     result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, timeout=50)
     assert result.returncode == code and json.loads(result.stdout)["exit_code"] == code, result.stderr
     assert (tmp_path / "tidied").exists() and result.stderr == ""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.slow
+def test_what_is_sent_again_waits_where_interrupts_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would end what must not be interrupted: it would be sent twice within the block."""
+    monkeypatch.setattr(error_handling, "SOON", 0.1)
+    received, ended = list[int](), False
+    with pytest.raises(KeyboardInterrupt), _stopped_by(received):
+        type("Dying", (), {"__del__": lambda self: signal.raise_signal(signal.SIGINT)})()
+        with interrupts_deferred():
+            time.sleep(2.3)
+            ended = True
+        time.sleep(60)
+    assert ended and received == [signal.SIGINT] * 2
 
 
 @pytest.mark.sampled(3)

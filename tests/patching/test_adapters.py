@@ -355,6 +355,9 @@ def test_what_reads_the_weight_of_a_replaced_layer_gets_the_same_error(method: s
     copied = copy.deepcopy(model)
     layer = next(each for name, each in copied.named_modules() if name.endswith(".gate_proj"))
     assert (layer.weight.shape, layer.weight.device.type) == ((layer.out_features, layer.in_features), "meta")
+    for read in (lambda w: w.detach().sum(), lambda w: w.data.zero_(), lambda w: torch.stack([w, w])):
+        with refused(UnsupportedModelError, "gate_proj", got="a call of ", where="model.layers.0.mlp"):
+            read(layer.weight)
     with refused(UnsupportedModelError, "gate_proj", got="a call of ", where="model.layers.0.mlp"):
         if method == "prune":
             prune.l1_unstructured(layer, "weight", amount=0.5)  # type: ignore[no-untyped-call]

@@ -244,7 +244,7 @@ def _swish(alpha: float) -> Activation:
 
 def _swish_at_once(alpha: float, limits: Limits) -> AtOnce:
     """Return the :data:`AtOnce` of ``silu(alpha x)`` with `limits` on x, of which the derivative takes no notice."""
-    with unset_fake_temporarily():  # as large numbers become by the same product, to the bit
+    with unset_fake_temporarily():  # the bits that numbers at a limit get by the same product
         upper, lower = (None if limit is None else float(torch.tensor(limit) * alpha) for limit in limits)
 
     def at_once(x: Tensor, value: Tensor, rest: Tensor) -> Callable[[Tensor], Tensor]:

@@ -72,7 +72,10 @@ class Gating:
 
     def activate_(self, values: Tensor) -> Tensor:
         """Overwrite fp32 `values` with their activation and return them."""
-        act = self._gained_(clip_(values, self.gate_limits))
+        return self._act_(clip_(values, self.gate_limits))
+
+    def _act_(self, values: Tensor) -> Tensor:
+        act = self._gained_(values)
         return act if self.gain == 1 else act.div_(self.gain)
 
     def _gained_(self, values: Tensor) -> Tensor:
@@ -94,8 +97,7 @@ class Gating:
             out.copy_(values)
         else:
             torch.clamp(values, self.gate_limits[1], self.gate_limits[0], out=out)
-        act = self._gained_(out)
-        return act if self.gain == 1 else act.div_(self.gain)
+        return self._act_(out)
 
     def up_value(self, up: Tensor) -> Tensor:
         """Return what multiplies the activation: `up` itself, or a tensor that is valid until the next call.
