@@ -16,6 +16,7 @@ reference.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable
@@ -49,7 +50,12 @@ Limits = tuple[float | None, float | None]
 
 def spare(values: Tensor, name: str) -> Tensor:
     """Return a buffer like `values`; fresh ones cost more than what is computed into them (page faults)."""
-    return call_scratch(values.device).get(name, tuple(values.shape), values.dtype)
+    return call_scratch(values.device).get(name, values.shape, values.dtype)
+
+
+def constant(like: Tensor, value: float) -> Tensor:
+    """Return `value` as a scalar tensor like `like`: torch makes one of each Python number in each call."""
+    return call_scratch(like.device).constant(value, like.dtype)
 
 
 def softcap(values: Tensor, cap: float, out: Tensor) -> Tensor:
@@ -62,16 +68,23 @@ def softcap(values: Tensor, cap: float, out: Tensor) -> Tensor:
 
 
 def softcap_to_round(values: Tensor, cap: float, out: Tensor) -> Tensor:
-    """:func:`softcap` in half of its time, each value within 2**-14 of itself; bf16 rounds to 2**-9.
+    """:func:`softcap` in a third of its time, each value within 2**-14 of itself; bf16 rounds to 2**-9.
 
-    ``tanh(x) = 2 s(2x) - 1``, s the logistic function, which loses small values: these are returned as they are.
+    ``tanh(x) = 2 s(2x) - 1``, s the logistic function and slope of softplus, loses small values. So the result is the
+    value itself, brought between two bounds a little below and above that difference.
     """
-    small = _TANH_IS_LINEAR * cap
-    rest = torch.mul(values, 2 / cap, out=out).sigmoid_().sub_(0.5)
-    torch.ops.aten.hardshrink_backward.grad_input(rest, values, small, grad_input=rest)  # 0 up to small
-    below, near = math.nextafter(small, math.inf), spare(values, "softcap")
-    torch.ops.aten.hardtanh_backward.grad_input(values, values, -below, below, grad_input=near)  # 0 from below on
-    return torch.add(near, rest, alpha=2 * cap, out=rest)
+    scratch = call_scratch(values.device)
+    range_, lower, upper = (scratch.constant(value, values.dtype) for value in _softcap_bounds(cap))
+    torch.ops.aten.softplus_backward.grad_input(range_, values, 2 / cap, _LOGISTIC_IS_ONE, grad_input=out)
+    above = torch.add(out, upper, out=scratch.get("softcap", values.shape, values.dtype))
+    return torch.clamp(values, out.add_(lower), above, out=out)
+
+
+@functools.cache
+def _softcap_bounds(cap: float) -> tuple[float, float, float]:
+    """Return the factor on s, and what is added for the lower and for the upper bound: they end in the cap exactly."""
+    factor = ctypes.c_float(2 * cap * (1 - _TANH_SPACE)).value
+    return factor, -cap, cap - factor
 
 
 def softcap_by_tanh(values: Tensor, cap: float, out: Tensor) -> Tensor:
@@ -94,7 +107,8 @@ def silu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 SWISH_BETA = 1.702
 _TANH_IS_ONE = 60.0  # from half of it on
-_TANH_IS_LINEAR = 0.01  # up to it, within 2**-14
+_TANH_SPACE = 2.0**-21  # many times the rounding of s; x is between the bounds where x**3 / 3 is less than this
+_LOGISTIC_IS_ONE = 20.0  # from there on
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
 
@@ -115,8 +129,7 @@ def _gelu_grad_(x: Tensor) -> Tensor:
 
 def _gelu_tanh_exponent(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``2q``; differentiable without `out`."""
-    scale = torch.full((), 2 * _TANH_SCALE, dtype=x.dtype, device=x.device)
-    return torch.addcmul(scale, x, x, value=2 * _TANH_SCALE * _TANH_CUBE, out=out).mul_(x)
+    return torch.addcmul(constant(x, 2 * _TANH_SCALE), x, x, value=2 * _TANH_SCALE * _TANH_CUBE, out=out).mul_(x)
 
 
 def _gelu_tanh_(x: Tensor) -> Tensor:
@@ -271,7 +284,7 @@ def _softcapped_silu(cap: float, rounded: bool) -> Activation:
 
     def both(x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
         v, s = capped(x, cap, value), torch.sigmoid(x, out=grad)
-        buffer = spare(x, "gate_softcap")
+        buffer = spare(x, "softcap")
         if rounded:
             share, product = torch.add(s, v, alpha=cap**-2, out=buffer), v.mul_(s)
             return s.addcmul_(product, share, value=-1).add_(product)

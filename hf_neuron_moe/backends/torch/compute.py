@@ -164,7 +164,8 @@ class Scratch:
     """
 
     device: torch.device
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+    constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized contiguous tensor of `shape`, valid until `name` and `dtype` are asked for again."""
@@ -173,7 +174,7 @@ class Scratch:
             size *= extent
         if size * dtype.itemsize > MOST_HELD:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        key = f"{name}:{dtype}"
+        key = name, dtype
         buffer = self.buffers.get(key)
         if buffer is None or buffer.numel() < size:
             self.buffers.pop(key, None)
@@ -181,6 +182,15 @@ class Scratch:
             with torch.inference_mode(False):
                 buffer = self.buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
         return buffer[:size].view(shape)
+
+    def constant(self, value: float, dtype: torch.dtype) -> Tensor:
+        """Return `value` as a scalar tensor, not to be written to."""
+        key = value, dtype
+        scalar = self.constants.get(key)
+        if scalar is None:
+            with torch.inference_mode(False):
+                scalar = self.constants[key] = torch.full((), value, dtype=dtype, device=self.device)
+        return scalar
 
 
 class FreshScratch(Scratch):
