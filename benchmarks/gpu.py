@@ -228,8 +228,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=QWEN3_30B.T)
     parser.add_argument("--layers", type=int, default=4, help="of the model whose whole step is measured")
-    parser.add_argument("--backend", help="of the patched contestants; triton, on the CPU torch-grouped")
-    parser.add_argument("--activations", default="minimal", help="what the patched contestants save")
+    parser.add_argument("--backend", help="of the patched contestants; default: triton, in a dry run torch-grouped")
+    parser.add_argument(
+        "--activations",
+        default="minimal",
+        choices=("full", "minimal", "fp8", "recompute"),
+        help="what the patched contestants save",
+    )
     parser.add_argument("--kernels", action="store_true", help="time the Triton kernels instead")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU; prints no times")
     arguments = parser.parse_args()

@@ -56,4 +56,9 @@ def _triton_missing() -> str | None:
 
 def _without(reason: str) -> GPUs:
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
-    return GPUs((), reason, _triton_missing() or (None if interpreted else "there is no GPU"))
+    return GPUs(
+        (),
+        reason,
+        _triton_missing()
+        or (None if interpreted else "there is no GPU (on a CPU, TRITON_INTERPRET=1 tries it, slowly)"),
+    )

@@ -270,6 +270,16 @@ def test_rows_of_any_width_are_gathered(hidden: int, inner: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(1, 64), (1, 8), (64, 1), (8, 1), (1, 1)])
+@pytest.mark.parametrize("name", ["torch-grouped", "torch"])
+def test_a_single_column_is_multiplied(name: str, hidden: int, inner: int, native: bool) -> None:
+    """Of a matrix with one row or column both strides may be 1, which torch's grouped product refuses."""
+    problem = Problem(3, 8, 1, hidden, inner)
+    for found, exact in zip(problem.run(name, "bf16"), problem.run("torch", "fp32"), strict=True):
+        # Some roundings to bf16: of gate, up, the intermediate and the result, each relative to its own size.
+        torch.testing.assert_close(found.float(), exact.float(), rtol=0, atol=0.03 * exact.abs().max().item())
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.thinned(6, 3)
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -86,7 +86,7 @@ def most_pairs(precision: str) -> int:
     """Return for how many pairs per expert, on average, CPUs compute all experts at once.
 
     They are twice as many where one expert after the other takes more than bf16 products: quantizing, casting, or fp32.
-    Beyond, memory would grow to more than 1.5 times that of one expert after the other.
+    There the peak of memory is up to 1.64 times that of one expert after the other, and beyond it would grow further.
     """
     return FEW_PAIRS if precision == "bf16" and bf16_matmul_is_fast(torch.device("cpu")) else 2 * FEW_PAIRS
 

@@ -269,7 +269,7 @@ def _in_one_call(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, loader: Loader
     """Whether torch's grouped product takes these operands as they are, and there are few rows per group."""
     if loader.compute.mx or weight_GNK.dtype != left_RK.dtype or not left_RK.is_cpu or not runs:
         return False
-    inner = weight_GNK.stride(1) == 1 or weight_GNK.stride(2) == 1
+    inner = (weight_GNK.stride(1) == 1) != (weight_GNK.stride(2) == 1)  # of a single column or row both are 1
     aligned = all(stride % 8 == 0 for stride in weight_GNK.stride() if stride != 1) and left_RK.stride(0) % 8 == 0
     return inner and aligned and len(runs) > 1 and runs[-1][2] <= FEW_ROWS * len(runs)
 

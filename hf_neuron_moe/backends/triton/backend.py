@@ -229,7 +229,7 @@ class TritonBackend(TorchBackend):
     def describe_products(self, precision: str, device: torch.device, shape: BlockShape | None = None) -> str:
         if shape is None or shape.experts is None or precision == "fp32":
             return super().describe_products(precision, device, shape)
-        return "bf16 products of all experts at once by Triton kernels"
+        return "bf16 products of all experts at once, in Triton kernels"
 
     def at_once_forward(
         self,
