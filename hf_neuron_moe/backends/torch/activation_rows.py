@@ -53,11 +53,6 @@ def spare(values: Tensor, name: str) -> Tensor:
     return call_scratch(values.device).get(name, values.shape, values.dtype)
 
 
-def constant(like: Tensor, value: float) -> Tensor:
-    """Return `value` as a scalar tensor like `like`: torch makes one of each Python number in each call."""
-    return call_scratch(like.device).constant(value, like.dtype)
-
-
 def softcap(values: Tensor, cap: float, out: Tensor) -> Tensor:
     """Write ``cap tanh(values / cap)`` into `out` and return it.
 
@@ -68,7 +63,7 @@ def softcap(values: Tensor, cap: float, out: Tensor) -> Tensor:
 
 
 def softcap_to_round(values: Tensor, cap: float, out: Tensor) -> Tensor:
-    """:func:`softcap` in a third of its time, each value within 2**-14 of itself; bf16 rounds to 2**-9.
+    """:func:`softcap` in half of its time, each value within 2**-14 of itself; bf16 rounds to 2**-9.
 
     ``tanh(x) = 2 s(2x) - 1``, s the logistic function and slope of softplus, loses small values. So the result is the
     value itself, brought between two bounds a little below and above that difference.
@@ -129,7 +124,8 @@ def _gelu_grad_(x: Tensor) -> Tensor:
 
 def _gelu_tanh_exponent(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``2q``; differentiable without `out`."""
-    return torch.addcmul(constant(x, 2 * _TANH_SCALE), x, x, value=2 * _TANH_SCALE * _TANH_CUBE, out=out).mul_(x)
+    scale = torch.full((), 2 * _TANH_SCALE, dtype=x.dtype, device=x.device)
+    return torch.addcmul(scale, x, x, value=2 * _TANH_SCALE * _TANH_CUBE, out=out).mul_(x)
 
 
 def _gelu_tanh_(x: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class Scratch:
         return buffer[:size].view(shape)
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
-        """Return `value` as a scalar tensor, not to be written to."""
+        """Return `value` as a scalar tensor, made once and not to be written to."""
         key = value, dtype
         scalar = self.constants.get(key)
         if scalar is None:
