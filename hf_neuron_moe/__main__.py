@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import sys
+import threading
 from types import FrameType
+from typing import Any, NoReturn
 
 _INTERRUPTED = 130  # cli.exit_codes.INTERRUPTED, before it is imported
 
@@ -27,9 +31,30 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(commands, sys.argv[1:])
+        code: Any = 0
+    except SystemExit as ended:
+        code = ended.code
     finally:
         if asked:
             signal.signal(signal.SIGINT, _end)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        _end_without_teardown(code)
+    if code:
+        sys.exit(code)
+
+
+def _end_without_teardown(code: int) -> NoReturn:
+    """End the process after what packages do at its end, and before Python takes its objects apart.
+
+    torch's caches of sharded tensors keep process groups, and so the threads of gloo, until then. One that still frees
+    its last operation aborts the process: "terminate called without an active exception".
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

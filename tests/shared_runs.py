@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,18 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
-    """Return what ``make(folder)`` returns, a value that JSON holds; a worker that fails leaves it to the next one."""
+    """Return what ``make(folder)`` returns, a value that JSON holds; a worker that fails leaves an empty folder."""
     folder = shared_folder(tmp_path_factory, name)
     result = folder.with_suffix(".json")
     with FileLock(folder.with_suffix(".lock")):
         if not result.exists():
-            result.write_text(json.dumps(make(folder)), encoding="utf-8")
+            try:
+                made = json.dumps(make(folder))
+            except BaseException:
+                shutil.rmtree(folder)
+                folder.mkdir()
+                raise
+            result.write_text(made, encoding="utf-8")
         return json.loads(result.read_text(encoding="utf-8"))
 
 

@@ -114,7 +114,7 @@ def _run(options: Options, words: list[str], check_only: bool, as_json: bool) ->
         raise
     finally:
         if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()  # its threads may abort the process if Python ends under them
+            torch.distributed.destroy_process_group()
 
 
 def _program(processes: int) -> str:

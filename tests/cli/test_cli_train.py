@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,3 +97,29 @@ def test_missing_packages_are_named_together(run: Any, monkeypatch: pytest.Monke
     shown = run("train", "tiny-mixtral")
     fix = "got no trl, peft. Install what the extra 'train' has: pip install trl peft."
     assert shown.code == 2 and fix in shown.err
+
+
+ENDING = """
+import atexit, sys
+from hf_neuron_moe import __main__
+
+class TakenApart:
+    def __del__(self, write=sys.stdout.write, flush=sys.stdout.flush):
+        write("taken apart\\n"), flush()
+
+sys.modules["kept"] = TakenApart()
+atexit.register(print, "at exit")
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["train", "--list-configs"], 0), (["train", "--no-such-file"], 2)])
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_one_of_several_processes_ends_before_its_objects(arguments: list[str], code: int, processes: str) -> None:
+    """The threads of gloo, which caches of torch keep, would abort it."""
+    environment = os.environ | {"WORLD_SIZE": processes, "RANK": "0"}
+    command = [sys.executable, "-c", ENDING, *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.count("at exit") == 1
+    assert ended.stdout.endswith("taken apart\n") == (processes == "1")

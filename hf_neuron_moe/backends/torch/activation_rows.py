@@ -270,7 +270,7 @@ def _swish_at_once(alpha: float, limits: Limits) -> AtOnce:
 def _softcapped_silu(cap: float, rounded: bool) -> Activation:
     """``v s`` and ``s (1 - v^2 / c^2) + v s (1 - s)`` with ``v = c tanh(x / c)``, s the logistic function of x.
 
-    `rounded`, the derivative is ``s + v s (1 - s - v / c^2)``, within ``2**-14 max(c, 1)``: it cancels for large x.
+    `rounded`, the derivative is ``s + v s (1 - s) - v s v / c^2``, within ``2**-14 max(c, 1)``: it cancels for large x.
     """
     capped = softcap_for(rounded)
 
@@ -279,13 +279,12 @@ def _softcapped_silu(cap: float, rounded: bool) -> Activation:
         return x.sigmoid_().mul_(v)
 
     def both(x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
-        v, s = capped(x, cap, value), torch.sigmoid(x, out=grad)
-        buffer = spare(x, "softcap")
+        v, s = capped(x, cap, spare(x, "gate_softcap")), torch.sigmoid(x, out=grad)
         if rounded:
-            share, product = torch.add(s, v, alpha=cap**-2, out=buffer), v.mul_(s)
-            return s.addcmul_(product, share, value=-1).add_(product)
-        second, t = torch.ops.aten.sigmoid_backward(v, s), torch.div(v, cap, out=buffer)
-        v.mul_(s)
+            product, one = torch.mul(v, s, out=value), call_scratch(x.device).constant(1.0, x.dtype)
+            return torch.lerp(product, one, s, out=s).addcmul_(product, v, value=-(cap**-2))
+        second, t = torch.ops.aten.sigmoid_backward(v, s), torch.div(v, cap, out=spare(x, "softcap"))
+        torch.mul(v, s, out=value)
         torch.ops.aten.tanh_backward.grad_input(s, t, grad_input=s)
         return s.add_(second)
 

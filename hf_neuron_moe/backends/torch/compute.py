@@ -166,22 +166,30 @@ class Scratch:
     device: torch.device
     buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
+    views: dict[tuple[str, torch.dtype], Tensor] | None = None
+    """What each buffer was last viewed as, where the calls of a thread share them: most ask for the same again."""
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized contiguous tensor of `shape`, valid until `name` and `dtype` are asked for again."""
+        key = name, dtype
+        if self.views and (view := self.views.pop(key, None)) is not None and view.shape == shape:
+            self.views[key] = view
+            return view
         size = 1
         for extent in shape:
             size *= extent
         if size * dtype.itemsize > MOST_HELD:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        key = name, dtype
         buffer = self.buffers.get(key)
-        if buffer is None or buffer.numel() < size:
-            self.buffers.pop(key, None)
-            # An inference tensor could not be written to by a later call outside of inference mode.
-            with torch.inference_mode(False):
+        # An inference tensor could not be written to by a later call outside of inference mode.
+        with torch.inference_mode(False):
+            if buffer is None or buffer.numel() < size:
+                self.buffers.pop(key, None)
                 buffer = self.buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
-        return buffer[:size].view(shape)
+            view = buffer[:size].view(shape)
+        if self.views is not None:
+            self.views[key] = view
+        return view
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
         """Return `value` as a scalar tensor, made once and not to be written to."""
@@ -221,7 +229,7 @@ def call_scratch(device: torch.device) -> Scratch:
         return Scratch(device)
     scratch: Scratch | None = getattr(_per_thread, "scratch", None)
     if scratch is None:
-        scratch = _per_thread.scratch = Scratch(device)
+        scratch = _per_thread.scratch = Scratch(device, views={})
     return scratch
 
 

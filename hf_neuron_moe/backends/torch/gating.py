@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,9 +25,6 @@ from hf_neuron_moe.backends.torch.activation_rows import (
     softcap_for,
     spare,
 )
-
-Mask = Callable[[Tensor, Tensor, Limits], Tensor]
-""":func:`mask_`, or what is as good."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +120,10 @@ class Gating:
         self.activation(up_value if self.skip_gate else gate, out=act)
         return out.copy_(act) if self.skip_gate else torch.mul(act, up_value, out=out)
 
-    def up_slope_(self, gradient: Tensor, up: Tensor, up_value: Tensor, mask: Mask) -> Tensor:
-        """Multiply `gradient` by the derivative of :meth:`up_value`, whose result is given and overwritten."""
+    def up_slope_(self, gradient: Tensor, up_value: Tensor) -> None:
+        """Multiply `gradient` by the derivative of `up_value`, which is overwritten, within the limits."""
         if self.up_softcap is not None:
             torch.ops.aten.tanh_backward.grad_input(gradient, up_value.div_(self.up_softcap), grad_input=gradient)
-        return mask(gradient, up, self.up_limits)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write ``factor * act'(values)`` into `out`."""

@@ -71,20 +71,30 @@ class SwiGLUGrad(NamedTuple):
             gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
             return
-        if slope is None:
-            torch.mul(act, d_int, out=d_up)
+        up_softcap = gating.up_softcap
+        if slope is not None and up_softcap is not None:  # a pass less than the up slope by itself
+            d_act = torch.mul(d_int, up_value, out=d_up)
+            slope(d_act)
+            gating.times(act, d_int.addcmul_(d_act, up_value, value=-(up_softcap**-2)), out=d_up)
         else:
-            gating.times(act, d_int, out=d_up)
-        if self.mx and not gating.rounds_itself:
-            one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
-            slope_RI = self.round_(gating.slope(gate, one, out=d_gate))
-            self.round_(slope_RI.mul_(up_value)).mul_(d_int)
-        elif slope is not None:
-            slope(d_int.mul_(up_value))
-        else:
-            gating.slope(gate, d_int.mul_(up_value), out=d_gate)
-        gating.up_slope_(d_up, up, up_value, mask)
+            if slope is not None:
+                gating.times(act, d_int, out=d_up)
+                slope(d_int.mul_(up_value))
+            else:
+                torch.mul(act, d_int, out=d_up)
+                self._gate_slope(gate, up_value, d_int, d_gate)
+            gating.up_slope_(d_up, up_value)
+        mask(d_up, up, gating.up_limits)
         mask(d_gate, gate, gating.gate_limits)
+
+    def _gate_slope(self, gate: Tensor, up_value: Tensor, d_int: Tensor, d_gate: Tensor) -> None:
+        """Write ``d_int * up_value`` times the activation's derivative into `d_gate`; `d_int` is overwritten."""
+        if self.mx and not self.gating.rounds_itself:
+            one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
+            slope_RI = self.round_(self.gating.slope(gate, one, out=d_gate))
+            self.round_(slope_RI.mul_(up_value)).mul_(d_int)
+        else:
+            self.gating.slope(gate, d_int.mul_(up_value), out=d_gate)
 
     def _activate(
         self,
