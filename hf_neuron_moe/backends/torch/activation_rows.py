@@ -16,7 +16,6 @@ reference.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.backends.torch.compute import call_scratch
 from hf_neuron_moe.backends.torch.cpu.matmul import tanh_is_fast
+from hf_neuron_moe.backends.torch.cpu.tanh import scaled_tanh, takes_tanh
 from hf_neuron_moe.errors import not_one_of
 
 InPlace = Callable[[Tensor], Tensor]
@@ -53,45 +53,32 @@ def spare(values: Tensor, name: str) -> Tensor:
     return call_scratch(values.device).get(name, values.shape, values.dtype)
 
 
-def softcap(values: Tensor, cap: float, out: Tensor) -> Tensor:
-    """Write ``cap tanh(values / cap)`` into `out` and return it.
-
-    ``tanh(x) = e / (e + 2)`` with ``e = exp(2x) - 1``, as accurate as torch's tanh and twice as fast.
-    """
-    e = torch.mul(values, 2 / cap, out=out).clamp_(max=_TANH_IS_ONE).expm1_()
-    return e.div_(e + 2).mul_(cap)
+def softcap(values: Tensor, cap: float, name: str, rounded: bool) -> Tensor:
+    """Return ``cap tanh(values / cap)`` in a buffer that is the thread's until `name` is asked for again."""
+    return tanh_of_share(values, cap, name, rounded).mul_(cap)
 
 
-def softcap_to_round(values: Tensor, cap: float, out: Tensor) -> Tensor:
-    """:func:`softcap` in half of its time, each value within 2**-14 of itself; bf16 rounds to 2**-9.
+def tanh_of_share(values: Tensor, cap: float, name: str, rounded: bool) -> Tensor:
+    """Return ``tanh(values / cap)``: in the fastest way that is exact enough for fp32, or if `rounded` for bf16."""
+    if not tanh_is_fast():
+        if takes_tanh(values):
+            return scaled_tanh(values, 1 / cap, name)
+        if rounded:
+            return tanh_to_round(torch.mul(values, 1 / cap, out=spare(values, f"{name}_share")), spare(values, name))
+    return torch.mul(values, 1 / cap, out=spare(values, name)).tanh_()
+
+
+def tanh_to_round(values: Tensor, out: Tensor) -> Tensor:
+    """tanh in half of the time of torch's, each value within 2**-14 of itself; bf16 rounds to 2**-9.
 
     ``tanh(x) = 2 s(2x) - 1``, s the logistic function and slope of softplus, loses small values. So the result is the
     value itself, brought between two bounds a little below and above that difference.
     """
     scratch = call_scratch(values.device)
-    range_, lower, upper = (scratch.constant(value, values.dtype) for value in _softcap_bounds(cap))
-    torch.ops.aten.softplus_backward.grad_input(range_, values, 2 / cap, _LOGISTIC_IS_ONE, grad_input=out)
-    above = torch.add(out, upper, out=scratch.get("softcap", values.shape, values.dtype))
+    range_, lower, upper = (scratch.constant(value, values.dtype) for value in _TANH_BOUNDS)
+    torch.ops.aten.softplus_backward.grad_input(range_, values, 2, _LOGISTIC_IS_ONE, grad_input=out)
+    above = torch.add(out, upper, out=scratch.get("tanh", values.shape, values.dtype))
     return torch.clamp(values, out.add_(lower), above, out=out)
-
-
-@functools.cache
-def _softcap_bounds(cap: float) -> tuple[float, float, float]:
-    """Return the factor on s, and what is added for the lower and for the upper bound: they end in the cap exactly."""
-    factor = ctypes.c_float(2 * cap * (1 - _TANH_SPACE)).value
-    return factor, -cap, cap - factor
-
-
-def softcap_by_tanh(values: Tensor, cap: float, out: Tensor) -> Tensor:
-    """:func:`softcap` by torch's tanh."""
-    return torch.mul(values, 1 / cap, out=out).tanh_().mul_(cap)
-
-
-def softcap_for(rounded: bool) -> Callable[[Tensor, float, Tensor], Tensor]:
-    """Return the fastest softcap of this processor, exact enough for fp32, or if `rounded` for bf16."""
-    if tanh_is_fast():
-        return softcap_by_tanh
-    return softcap_to_round if rounded else softcap
 
 
 def silu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -101,9 +88,10 @@ def silu_slope(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 
 SWISH_BETA = 1.702
-_TANH_IS_ONE = 60.0  # from half of it on
-_TANH_SPACE = 2.0**-21  # many times the rounding of s; x is between the bounds where x**3 / 3 is less than this
 _LOGISTIC_IS_ONE = 20.0  # from there on
+_TANH_SPACE = 2.0**-21  # many times the rounding of s; x is between the bounds where x**3 / 3 is less than this
+_TANH_BOUNDS = (2 - 2 * _TANH_SPACE, -1.0, 2 * _TANH_SPACE - 1)
+"""The factor on s, and what is added for the lower and for the upper bound: they end in 1 exactly."""
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
 
@@ -268,25 +256,26 @@ def _swish_at_once(alpha: float, limits: Limits) -> AtOnce:
 
 
 def _softcapped_silu(cap: float, rounded: bool) -> Activation:
-    """``v s`` and ``s (1 - v^2 / c^2) + v s (1 - s)`` with ``v = c tanh(x / c)``, s the logistic function of x.
+    """``c t s`` and ``s (1 - t^2) + c t s (1 - s)``, with ``t = tanh(x / c)`` and s the logistic function of x.
 
-    `rounded`, the derivative is ``s + v s (1 - s) - v s v / c^2``, within ``2**-14 max(c, 1)``: it cancels for large x.
+    `rounded`, the derivative is ``s + v (1 - s) - v t / c`` with ``v = c t s``, within ``2**-20 max(c, 1)``: it cancels
+    for large x.
     """
-    capped = softcap_for(rounded)
 
     def value_(x: Tensor) -> Tensor:
-        v = capped(x, cap, spare(x, "gate_softcap"))
+        v = softcap(x, cap, "gate_softcap", rounded)
         return x.sigmoid_().mul_(v)
 
     def both(x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
-        v, s = capped(x, cap, spare(x, "gate_softcap")), torch.sigmoid(x, out=grad)
+        t, s = tanh_of_share(x, cap, "gate_softcap", rounded), torch.sigmoid(x, out=grad)
+        zero = call_scratch(x.device).constant(0.0, x.dtype)
+        torch.addcmul(zero, t, s, value=cap, out=value)
         if rounded:
-            product, one = torch.mul(v, s, out=value), call_scratch(x.device).constant(1.0, x.dtype)
-            return torch.lerp(product, one, s, out=s).addcmul_(product, v, value=-(cap**-2))
-        second, t = torch.ops.aten.sigmoid_backward(v, s), torch.div(v, cap, out=spare(x, "softcap"))
-        torch.mul(v, s, out=value)
+            one = call_scratch(x.device).constant(1.0, x.dtype)
+            return torch.lerp(value, one, s, out=s).addcmul_(value, t, value=-1 / cap)
+        second = torch.ops.aten.sigmoid_backward.grad_input(t, s, grad_input=spare(x, "softcap"))
         torch.ops.aten.tanh_backward.grad_input(s, t, grad_input=s)
-        return s.add_(second)
+        return s.add_(second, alpha=cap)
 
     return Activation(
         lambda x: (x / cap).tanh_().mul_(cap).mul_(torch.sigmoid(x)),

@@ -7,6 +7,7 @@ import os
 import platform
 import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,6 +155,13 @@ def describe_products(precision: str, device: torch.device) -> str:
     return "bf16 products" if bf16_matmul_is_fast(device) else "fp32 products of bf16 values"
 
 
+class SharedBuffer(NamedTuple):
+    """Memory that is a tensor of oneDNN's and a dense one."""
+
+    opaque: Tensor
+    dense: Tensor
+
+
 @dataclass
 class Scratch:
     """Named buffers that the tiles and experts of one call share, and on CPUs the calls of one thread.
@@ -166,6 +174,8 @@ class Scratch:
     device: torch.device
     buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
+    shared: dict[tuple[str, int], SharedBuffer] = field(default_factory=dict)
+    """By name and binary logarithm of the size."""
     views: dict[tuple[str, torch.dtype], Tensor] | None = None
     """What each buffer was last viewed as, where the calls of a thread share them: most ask for the same again."""
 

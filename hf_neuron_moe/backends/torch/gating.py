@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.torch.activation_rows import (
     Slope,
     activation_of,
     silu_slope,
-    softcap_for,
+    softcap,
     spare,
 )
 
@@ -104,7 +104,7 @@ class Gating:
             up = torch.clamp(up, self.up_limits[1], self.up_limits[0], out=spare(up, "up_clamped"))
         if self.up_softcap is None:
             return up
-        return softcap_for(self.rounded)(up, self.up_softcap, spare(up, "up_softcap"))
+        return softcap(up, self.up_softcap, "up_softcap", self.rounded)
 
     def intermediate_(self, gate: Tensor, up: Tensor) -> Tensor:
         """Overwrite `gate` with the intermediate and return it; without a gate `up` is read alone."""
