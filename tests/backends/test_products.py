@@ -127,6 +127,16 @@ def test_sums_over_tokens_are_right(
         assert ((result.double() - exact).abs() <= bound).all()
 
 
+@NEEDS_ONEDNN
+def test_a_sum_over_tokens_is_made_in_the_order_of_its_place(all_by_onednn: list[tuple[int, ...]]) -> None:
+    left, right, rows = torch.randn(2 * TOKENS, 96), torch.randn(2 * TOKENS, 160), 2 * TOKENS
+    by_row, by_column = torch.empty(96, 160), torch.empty(160, 96).t()
+    for out in (by_row, by_column):
+        matmul_over_rows_into(out, left, right, rows, accumulate=False)
+    assert all_by_onednn == [(96, rows, 160), (160, rows, 96)]
+    torch.testing.assert_close(by_row, by_column)
+
+
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     out = torch.full((len(left), right.shape[1]), torch.nan, dtype=left.dtype)
     matmul_into(out, left, right, accumulate=False)

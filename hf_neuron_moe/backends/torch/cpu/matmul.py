@@ -119,8 +119,11 @@ def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -
 def matmul_over_rows_into(out: Tensor, left: Tensor, right: Tensor, rows: int, *, accumulate: bool) -> None:
     """``out (+)= left[:rows].T @ right[:rows]``, the sum over tokens that makes a weight's gradient.
 
-    `out` is as in :func:`matmul_into`. `left` ``[R, M]`` and `right` ``[R, N]`` are zero after `rows`.
+    `out` is as in :func:`matmul_into`, or its transpose is. `left` ``[R, M]`` and `right` ``[R, N]`` are zero after
+    `rows`.
     """
+    if out.stride(0) < out.stride(1):  # oneDNN's product lies row by row; to turn it takes as long as to make it
+        out, left, right = out.t(), right, left
     (held, size), columns = left.shape, right.shape[1]
     rule = _rule_for(left.dtype, left.device)
     if held % TOKENS == 0 and rule is not None and rule.takes(size, rows, columns, straight=False):
