@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ import threading
 from types import FrameType
 from typing import Any, NoReturn
 
+_NOT_WRITTEN = 120  # as Python says it
 _INTERRUPTED = 130  # cli.exit_codes.INTERRUPTED, before it is imported
 
 
@@ -29,16 +29,17 @@ def main() -> None:
     commands = application()  # imports them, too
     if asked:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    code: Any = None
     try:
         run(commands, sys.argv[1:])
-        code: Any = 0
     except SystemExit as ended:
         code = ended.code
     finally:
         if asked:
             signal.signal(signal.SIGINT, _end)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        _end_without_teardown(code)
+    one_of_several = (os.environ.get("WORLD_SIZE") or "1") != "1"
+    if one_of_several and (code is None or isinstance(code, int)):
+        _end_without_teardown(code or 0)
     if code:
         sys.exit(code)
 
@@ -52,9 +53,12 @@ def _end_without_teardown(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(code)
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # a full disk, a closed stream
+            code = code or _NOT_WRITTEN
+    os._exit(code & 0xFF)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -30,8 +30,8 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
             try:
                 made = json.dumps(make(folder))
             except BaseException:
-                shutil.rmtree(folder)
-                folder.mkdir()
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(exist_ok=True)
                 raise
             result.write_text(made, encoding="utf-8")
         return json.loads(result.read_text(encoding="utf-8"))

@@ -11,13 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_neuron_moe.backends.gate import Gate
-from hf_neuron_moe.backends.torch import activation_rows
-from hf_neuron_moe.backends.torch.activation_rows import ACTIVATIONS, softcap
-from hf_neuron_moe.backends.torch.compute import MOST_HELD, release_scratch
-from hf_neuron_moe.backends.torch.cpu import tanh
+from hf_neuron_moe.backends.torch.activation_rows import ACTIVATIONS
 from hf_neuron_moe.backends.torch.gating import gating_of
 from hf_neuron_moe.modules import ops
 
@@ -198,51 +194,6 @@ def test_the_text_of_a_gate_gives_it_back(gate: Gate) -> None:
     assert Gate.parse(gate.text) == gate and "|" not in gate.text
 
 
-@pytest.fixture(params=["torch", "oneDNN", "logistic"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who computes tanh, whatever processor this is."""
-    monkeypatch.setattr(activation_rows, "tanh_is_fast", lambda: request.param == "torch")
-    monkeypatch.setattr(tanh, "_is_fast", lambda: request.param == "oneDNN")
-    if request.param == "oneDNN" and not tanh.shares_memory():
-        pytest.skip("oneDNN's tensors are no plain memory")
-    return str(request.param)
-
-
-@pytest.mark.parametrize("cap", [0.5, 4.0, 25.0])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_softcap_is_exact_over_all_magnitudes(cap: float, rounded: bool, way: str) -> None:
-    # A few roundings of fp32, relative to the value itself: small values keep their digits, large ones end at the cap.
-    most = 2.0**-14 if rounded and way == "logistic" else 6e-7
-    magnitudes = torch.logspace(-36, 37, 20_000, dtype=torch.float64).float()
-    values = torch.cat([magnitudes, -magnitudes, torch.tensor([0.0, torch.inf, -torch.inf])])
-    exact = cap * torch.tanh(values.double() / cap)
-    error = (softcap(values, cap, "test", rounded).double() - exact).abs()
-    assert (error <= most * exact.abs()).all()
-    found = softcap(torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38]), cap, "test", rounded)
-    assert found[0].isnan() and torch.equal(found[1:], cap * torch.tensor([1.0, -1.0, 1.0]))
-
-
-def test_tanh_of_oneDNN_is_in_memory_of_its_own(way: str) -> None:
-    """Of every size, by name, kept by its result, and of no tensor without values or in another dtype."""
-    values, others = torch.linspace(-3, 3, 1001), torch.linspace(-1, 1, 1024)
-    if way != "oneDNN":
-        assert not tanh.takes_tanh(values)
-        return
-    assert tanh.takes_tanh(values) and not tanh.takes_tanh(values.double()) and not tanh.takes_tanh(values[:0])
-    with FakeTensorMode():
-        assert not tanh.takes_tanh(torch.empty(3))
-    with torch.inference_mode():
-        first, second = tanh.scaled_tanh(values, 0.5, "first"), tanh.scaled_tanh(others.view(4, 256), 2.0, "second")
-    release_scratch()
-    torch.testing.assert_close(first, torch.tanh(values / 2), rtol=6e-7, atol=0)
-    torch.testing.assert_close(second, torch.tanh(others * 2).view(4, 256), rtol=6e-7, atol=0)
-    again = tanh.scaled_tanh(values, 0.5, "first")
-    assert torch.equal(again, first) and again.data_ptr() != first.data_ptr()
-    assert tanh.scaled_tanh(others, 0.5, "first").data_ptr() == again.data_ptr(), "both have a room of 1024"
-    large = torch.full((MOST_HELD // 4 + 1,), 0.5)
-    assert tanh.scaled_tanh(large, 1.0, "large").data_ptr() != tanh.scaled_tanh(large, 1.0, "large").data_ptr()
-
-
 def test_gelu_by_tanh_keeps_the_digits_of_small_values() -> None:
     # Both have the roundings of 2q, times 2q where s is small. The slope is finite times whatever the factor is.
     activation, generator = ACTIVATIONS["gelu_tanh"], torch.Generator().manual_seed(0)
@@ -294,22 +245,3 @@ def test_swish_comes_times_alpha_and_its_slope_at_once(limits: dict[str, float])
     assert torch.equal(slope, gating.slope(values, factor, torch.empty_like(values)))
     assert torch.equal(act.div_(gating.gain), gating.activate_(values.clone()))
     assert torch.equal(gating.intermediate_(values.clone(), ones), found.float())
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("cap", [0.5, 4.0, 25.0])
-def test_softcapped_value_and_slope_at_once_are_those_apart(cap: float, rounded: bool, way: str) -> None:
-    # A few roundings to fp32, or 2**-14; the slope of large values is a difference from 1 or to 0, so absolute.
-    gating = gating_of.__wrapped__(Gate(gate_softcap=cap), rounded)  # what the cache holds is of this processor
-    relative, absolute = (2.0**-14, 2.0**-14) if rounded and way == "logistic" else (6e-7, 1e-6)
-    assert gating.act_and_slope is not None and gating_of(Gate(gate_softcap=cap, gate_max=1.0)).act_and_slope is None
-    values = torch.linspace(-40, 40, 20_001)
-    act, slope, apart = (torch.empty_like(values) for _ in range(3))
-    gating.act_and_slope(values, act, slope)(torch.ones_like(values))
-    exact = values.double().requires_grad_()
-    wanted = cap * torch.tanh(exact / cap) * torch.sigmoid(exact)
-    (wanted_slope,) = torch.autograd.grad(wanted.sum(), exact)
-    assert ((act - wanted).abs() <= relative * wanted.abs()).all()
-    assert ((slope - wanted_slope).abs() <= absolute * max(cap, 1)).all()
-    assert torch.equal(act, gating.activate_(values.clone()))
-    assert torch.equal(slope, gating.slope(values, torch.ones_like(values), apart)) and torch.equal(slope, apart)

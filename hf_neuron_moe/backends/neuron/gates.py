@@ -96,7 +96,7 @@ def activation_limit(gate: Gate) -> float | None:
     ``act(g*) = L``. The limit itself is no number of bf16, and is rounded for forward and backward alike.
     """
     found = _exact_limit(gate)
-    return None if found is None else float(torch.tensor(found).bfloat16())
+    return None if found is None else float(torch.tensor(found, dtype=torch.float32, device="cpu").bfloat16())
 
 
 def gate_notes(gate: Gate) -> tuple[str, ...]:

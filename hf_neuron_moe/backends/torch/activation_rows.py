@@ -53,13 +53,19 @@ def spare(values: Tensor, name: str) -> Tensor:
     return call_scratch(values.device).get(name, values.shape, values.dtype)
 
 
-def softcap(values: Tensor, cap: float, name: str, rounded: bool) -> Tensor:
-    """Return ``cap tanh(values / cap)`` in a buffer that is the thread's until `name` is asked for again."""
-    return tanh_of_share(values, cap, name, rounded).mul_(cap)
+def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Write ``scale * left * right`` into `out` in one pass."""
+    if scale == 1:
+        return torch.mul(left, right, out=out)
+    zero = call_scratch(left.device).constant(0.0, left.dtype)
+    return torch.addcmul(zero, left, right, value=scale, out=out)
 
 
 def tanh_of_share(values: Tensor, cap: float, name: str, rounded: bool) -> Tensor:
-    """Return ``tanh(values / cap)``: in the fastest way that is exact enough for fp32, or if `rounded` for bf16."""
+    """Return ``tanh(values / cap)`` in a buffer that is the thread's until `name` is asked for again.
+
+    It is made in the fastest way that is exact enough for fp32, or if `rounded` for bf16.
+    """
     if not tanh_is_fast():
         if takes_tanh(values):
             return scaled_tanh(values, 1 / cap, name)
@@ -241,8 +247,12 @@ def _swish(alpha: float) -> Activation:
 
 def _swish_at_once(alpha: float, limits: Limits) -> AtOnce:
     """Return the :data:`AtOnce` of ``silu(alpha x)`` with `limits` on x, of which the derivative takes no notice."""
-    with unset_fake_temporarily():  # the bits that numbers at a limit get by the same product
-        upper, lower = (None if limit is None else float(torch.tensor(limit) * alpha) for limit in limits)
+
+    def scaled(limit: float) -> float:  # the bits that numbers at a limit get by the same product
+        return float(torch.tensor(limit, dtype=torch.float32, device="cpu") * alpha)
+
+    with unset_fake_temporarily():
+        upper, lower = (None if limit is None else scaled(limit) for limit in limits)
 
     def at_once(x: Tensor, value: Tensor, rest: Tensor) -> Callable[[Tensor], Tensor]:
         torch.mul(x, alpha, out=rest)
@@ -258,24 +268,19 @@ def _swish_at_once(alpha: float, limits: Limits) -> AtOnce:
 def _softcapped_silu(cap: float, rounded: bool) -> Activation:
     """``c t s`` and ``s (1 - t^2) + c t s (1 - s)``, with ``t = tanh(x / c)`` and s the logistic function of x.
 
-    `rounded`, the derivative is ``s + v (1 - s) - v t / c`` with ``v = c t s``, within ``2**-20 max(c, 1)``: it cancels
-    for large x.
+    The derivative is what lies between ``c t s`` and ``1 - t^2`` at s: nothing where t and s are 1. `rounded` is
+    that of :func:`tanh_of_share`.
     """
 
     def value_(x: Tensor) -> Tensor:
-        v = softcap(x, cap, "gate_softcap", rounded)
-        return x.sigmoid_().mul_(v)
+        return scaled_product(tanh_of_share(x, cap, "gate_softcap", rounded), x.sigmoid_(), cap, out=x)
 
     def both(x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
         t, s = tanh_of_share(x, cap, "gate_softcap", rounded), torch.sigmoid(x, out=grad)
-        zero = call_scratch(x.device).constant(0.0, x.dtype)
-        torch.addcmul(zero, t, s, value=cap, out=value)
-        if rounded:
-            one = call_scratch(x.device).constant(1.0, x.dtype)
-            return torch.lerp(value, one, s, out=s).addcmul_(value, t, value=-1 / cap)
-        second = torch.ops.aten.sigmoid_backward.grad_input(t, s, grad_input=spare(x, "softcap"))
-        torch.ops.aten.tanh_backward.grad_input(s, t, grad_input=s)
-        return s.add_(second, alpha=cap)
+        scaled_product(t, s, cap, out=value)
+        one = call_scratch(x.device).constant(1.0, x.dtype)
+        torch.ops.aten.tanh_backward.grad_input(one, t, grad_input=t)
+        return torch.lerp(value, t, s, out=s)
 
     return Activation(
         lambda x: (x / cap).tanh_().mul_(cap).mul_(torch.sigmoid(x)),

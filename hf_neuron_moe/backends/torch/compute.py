@@ -176,6 +176,8 @@ class Scratch:
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
     shared: dict[tuple[str, int], SharedBuffer] = field(default_factory=dict)
     """By name and binary logarithm of the size."""
+    shared_views: dict[str, SharedBuffer] = field(default_factory=dict)
+    """What of them each name had last."""
     views: dict[tuple[str, torch.dtype], Tensor] | None = None
     """What each buffer was last viewed as, where the calls of a thread share them: most ask for the same again."""
 

@@ -21,9 +21,10 @@ from hf_neuron_moe.backends.torch.activation_rows import (
     Limits as Limits,
     Slope,
     activation_of,
+    scaled_product,
     silu_slope,
-    softcap,
     spare,
+    tanh_of_share,
 )
 
 
@@ -77,12 +78,9 @@ class Gating:
     def _gained_(self, values: Tensor) -> Tensor:
         return F.silu(values, inplace=True) if self.gained_act_ is None else self.gained_act_(values)
 
-    def times(self, gained: Tensor, other: Tensor, out: Tensor) -> Tensor:
-        """Write the activation times `other` into `out`; `gained` is the activation times `gain`."""
-        if self.gain == 1:
-            return torch.mul(gained, other, out=out)
-        zero = torch.zeros((), dtype=gained.dtype, device=gained.device)
-        return torch.addcmul(zero, gained, other, value=1 / self.gain, out=out)
+    def times(self, gained: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        """Write `scale` times the activation times `other` into `out`; `gained` is the activation times `gain`."""
+        return scaled_product(gained, other, scale / self.gain, out)
 
     def activation(self, values: Tensor, out: Tensor) -> Tensor:
         """Write the activation of fp32 `values` into `out` and return it."""
@@ -95,22 +93,29 @@ class Gating:
             torch.clamp(values, self.gate_limits[1], self.gate_limits[0], out=out)
         return self._act_(out)
 
-    def up_value(self, up: Tensor) -> Tensor:
-        """Return what multiplies the activation: `up` itself, or a tensor that is valid until the next call.
+    def up_share(self, up: Tensor) -> tuple[Tensor, float]:
+        """Return what multiplies the activation, and what it is to be multiplied by itself: the softcap, or 1.
 
-        Not differentiable with limits or a softcap, and not for tensors without storage: the buffer is the thread's.
+        It is `up`, or a tensor that is valid until the next call. Not differentiable with limits or a softcap, and not
+        for tensors without storage: the buffer is the thread's.
         """
         if self.up_limits != (None, None):
             up = torch.clamp(up, self.up_limits[1], self.up_limits[0], out=spare(up, "up_clamped"))
         if self.up_softcap is None:
-            return up
-        return softcap(up, self.up_softcap, "up_softcap", self.rounded)
+            return up, 1.0
+        return tanh_of_share(up, self.up_softcap, "up_softcap", self.rounded), self.up_softcap
+
+    def up_value(self, up: Tensor) -> Tensor:
+        """Return what multiplies the activation, as :meth:`up_share` does."""
+        share, scale = self.up_share(up)
+        return share if scale == 1 else share.mul_(scale)
 
     def intermediate_(self, gate: Tensor, up: Tensor) -> Tensor:
         """Overwrite `gate` with the intermediate and return it; without a gate `up` is read alone."""
         if self.skip_gate:
             return self.activate_(gate.copy_(up))
-        return self.times(self._gained_(clip_(gate, self.gate_limits)), self.up_value(up), gate)
+        share, scale = self.up_share(up)
+        return self.times(self._gained_(clip_(gate, self.gate_limits)), share, gate, scale)
 
     def product(self, gate: Tensor, up_value: Tensor, out: Tensor, act: Tensor) -> Tensor:
         """Write the intermediate into `out` and the activation into `act`; return `out`.
@@ -164,7 +169,7 @@ def argument_of(activation: Activation, value: float) -> float | None:
     A limit on the activation's value is this limit on the gate: the same values, the same mask.
     """
     with unset_fake_temporarily():  # the values count, also in a forward that is run for its shapes
-        low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+        low, high = (torch.tensor(end, dtype=torch.float64, device="cpu") for end in (0.0, 1.0))
         while activation.value(high) < value:
             if high > _NO_LIMIT:
                 return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from hf_neuron_moe.backends.torch.activation_rows import scaled_product
 from hf_neuron_moe.backends.torch.gating import Gating, mask_, mask_finite_
 
 
@@ -48,14 +49,17 @@ class SwiGLUGrad(NamedTuple):
         """
         d_gate, d_up, product = results
         gating = self.gating
-        up_value = up if gating.skip_gate else gating.up_value(up)
         at_once = None if self.mx or gating.rounds_itself else gating.act_and_slope
-        slope = None
+        slope, scale = None, 1.0
+        if at_once is not None:
+            up_value, scale = gating.up_share(up)
+        else:
+            up_value = up if gating.skip_gate else gating.up_value(up)
         if at_once is None:
             self._activate(gate, up_value, act, product, saved_act, saved_product)
         else:
             slope = at_once(gate, act, d_gate)
-            gating.times(act, up_value, out=product)
+            gating.times(act, up_value, product, scale)
         looks = gating.has_limits and self.on_host and not is_fake(d_int)
         mask = mask_
         if d_scale_R is not None or looks:
@@ -71,11 +75,10 @@ class SwiGLUGrad(NamedTuple):
             gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
             return
-        up_softcap = gating.up_softcap
-        if slope is not None and up_softcap is not None:  # a pass less than the up slope by itself
-            d_act = torch.mul(d_int, up_value, out=d_up)
-            slope(d_act)
-            gating.times(act, d_int.addcmul_(d_act, up_value, value=-(up_softcap**-2)), out=d_up)
+        if slope is not None and gating.up_softcap is not None:
+            slope(scaled_product(d_int, up_value, scale, out=d_up))
+            torch.ops.aten.tanh_backward.grad_input(d_int, up_value, grad_input=d_int)
+            gating.times(act, d_int, out=d_up)
         else:
             if slope is not None:
                 gating.times(act, d_int, out=d_up)

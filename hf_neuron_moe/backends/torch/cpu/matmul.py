@@ -122,14 +122,14 @@ def matmul_over_rows_into(out: Tensor, left: Tensor, right: Tensor, rows: int, *
     `out` is as in :func:`matmul_into`, or its transpose is. `left` ``[R, M]`` and `right` ``[R, N]`` are zero after
     `rows`.
     """
-    if out.stride(0) < out.stride(1):  # oneDNN's product lies row by row; to turn it takes as long as to make it
-        out, left, right = out.t(), right, left
     (held, size), columns = left.shape, right.shape[1]
     rule = _rule_for(left.dtype, left.device)
-    if held % TOKENS == 0 and rule is not None and rule.takes(size, rows, columns, straight=False):
-        _put(out, _by_onednn(left.t(), right), accumulate=accumulate)
-    else:
+    if held % TOKENS or rule is None or not rule.takes(size, rows, columns, straight=False):
         _by_torch(out, left[:rows].t(), right[:rows], accumulate=accumulate)
+    elif out.stride(0) < out.stride(1):  # oneDNN's product lies row by row; to turn it takes as long as to make it
+        _put(out.t(), _by_onednn(right.t(), left), accumulate=accumulate)
+    else:
+        _put(out, _by_onednn(left.t(), right), accumulate=accumulate)
 
 
 def linear_into(out_RF: Tensor, x_RK: Tensor, weight_FK: Tensor) -> None:
