@@ -30,6 +30,10 @@ class WeightRule:
         """Whether the parameter is the stock tensor as it is, so that one ``nn.Parameter`` serves both layouts."""
         return len(self.stock) == 1 and not self.transposed and not self.interleaved
 
+    def same_shape(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of `shape` has the shape of its one stock tensor, whose values it may order otherwise."""
+        return len(self.stock) == 1 and (not self.transposed or shape[-1] == shape[-2])
+
     def to_kernel(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the contiguous kernel-layout tensor for `tensors` in the order of :attr:`stock`."""
         whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=0)
@@ -54,13 +58,13 @@ def in_one_place(parts: Sequence[Tensor]) -> list[Tensor]:
     return [part.to(parts[0].device, dtype) for part in parts]
 
 
-def kernel_layout_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+def kernel_layout_parameters() -> Iterator[tuple[str, nn.Parameter, WeightRule]]:
     """Yield every parameter alive that exists in kernel layout only, with its name in the model it was made for."""
     for module in list(_instances):
         for rule in module.__dict__.get("neuron_rules", ()):
             param = module._parameters.get(rule.kernel)
             if param is not None and not rule.keeps_layout:
-                yield f"{module.neuron_name}.{rule.kernel}", param
+                yield f"{module.neuron_name}.{rule.kernel}", param, rule
 
 
 class KernelLayoutMixin(nn.Module):

@@ -62,7 +62,7 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
             "changed no parameter.",
         ).named("optimizer.step")
-    kernel = {id(param): name for name, param in kernel_layout_parameters()}
+    kernel = {id(param): (name, rule.same_shape(param.shape)) for name, param, rule in kernel_layout_parameters()}
     for group in optimizer.param_groups:
         now = [index for index, param in enumerate(group["params"]) if id(param) in kernel]
         before = group.get(GROUP_KEY)
@@ -70,22 +70,26 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         for index in sorted(set(now) ^ set(before or [])):
             param = group["params"][index] if index < len(group["params"]) else None
-            if param is not None and _is_of_other_layout(param, optimizer.state.get(param), marked=before is not None):
-                raise _other_layout(param, kernel.get(id(param)))
+            name, same_shape = kernel.get(id(param), (None, False))
+            sure = before is not None or same_shape
+            if param is not None and _is_of_other_layout(param, optimizer.state.get(param), sure=sure):
+                raise _other_layout(param, name)
         group.pop(GROUP_KEY, None)
         if now:
             group[GROUP_KEY] = now
 
 
-def _is_of_other_layout(param: Tensor, state: Any, *, marked: bool) -> bool:
-    """Whether `state`, whose group says another layout or says nothing, holds values per element in another one."""
+def _is_of_other_layout(param: Tensor, state: Any, *, sure: bool) -> bool:
+    """Whether `state`, whose group says another layout or says nothing, holds values per element in another one.
+
+    A group that says nothing may come from a release that wrote nothing. Then shapes tell; `sure` is that they cannot,
+    or that the group says something.
+    """
     tensors = [value for value in (state or {}).values() if isinstance(value, Tensor) and value.numel() > 1]
     # Nothing to mix up: a fresh optimizer, one without moments, or one that makes them (Adagrad) before its first step.
     if not tensors or not int(state.get("step", 1)):
         return False
-    # A group that says nothing may come from a release that wrote nothing; shapes tell where they are not square.
-    fits = all(value.shape == param.shape for value in tensors) and param.shape[-1] != param.shape[-2]
-    return marked or not fits
+    return sure or any(value.shape != param.shape for value in tensors)
 
 
 def _other_layout(param: Tensor, kernel_name: str | None) -> UnsupportedModelError:

@@ -90,6 +90,25 @@ def test_equal_shapes_do_not_hide_another_layout(saved: str, trained: str, sizes
             states["saved"] = copy.deepcopy(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("saved", ["stock", "kernel", None])
+def test_columns_in_another_order_do_not_hide_another_layout(saved: str | None) -> None:
+    """Experts whose gate and up alternate have one shape in both layouts, whatever the sizes are."""
+    model = tiny_model("gpt_oss") if saved is None else patched(saved, "gpt_oss")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step(model, optimizer)
+    again = patched(OTHER[saved], "gpt_oss")
+    resumed = torch.optim.AdamW(again.parameters(), lr=1e-3)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    where = "optimizer state of model.layers.0.mlp.experts.gate_up_proj"
+    with refused(UnsupportedModelError, where, f"in {saved or 'stock'} layout"):
+        step(again, resumed)
+    same = patched(saved, "gpt_oss") if saved else again
+    resumed = torch.optim.AdamW(same.parameters(), lr=1e-3)
+    if saved:
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(same, resumed)
+
+
 def test_the_same_home_resumes_and_stock_states_hold_nothing_foreign(tmp_path: Path) -> None:
     for home in ("stock", "kernel"):
         model = patched(home)
