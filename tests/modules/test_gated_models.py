@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_neuron_moe import patch_model, unpatch_model
+from hf_neuron_moe.backends.torch.gating import gating_of
 from hf_neuron_moe.errors import UnsupportedModelError
 from tests.modules.test_equals_stock import assert_close, run
 from tests.refusals import refused
@@ -30,6 +31,20 @@ def patched(model: nn.Module, layout: str) -> nn.Module:
     assert sum(entry.kind == "experts" for entry in report.patched) >= 1
     assert all(entry.kind == "mlp" or not entry.gated for entry in report.refused)
     return model
+
+
+@pytest.mark.parametrize("family", [*OTHER_GATES, *LATER_GATES])
+def test_the_first_patch_may_come_under_another_default_dtype(family: str) -> None:
+    """As in ``from_pretrained(dtype=...)``: what is made once for all models with a gate keeps its digits."""
+    stock = tiny_model(family)
+    before = torch.get_default_dtype()
+    gating_of.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = patched(copy.deepcopy(stock), "stock")
+    finally:
+        torch.set_default_dtype(before)
+    assert_close(run(model)[0], run(stock)[0], "logits")
 
 
 @pytest.mark.parametrize(
