@@ -138,11 +138,15 @@ def _values(block: QuantizedBlock, candidate: Candidate, dtype: torch.dtype) -> 
         rows_of = (gate_up, down) if number is None else (gate_up[number], down[number])
         for half in range(halves):
             rows, whole = slice(half * stack.inner, (half + 1) * stack.inner), slice(0, stack.hidden)
-            values = weights.gate_up.values(rows, whole, torch.empty(stack.inner, stack.hidden, device=device))
+            values = weights.gate_up.values(
+                rows, whole, torch.empty(stack.inner, stack.hidden, dtype=torch.float32, device=device)
+            )
             if block.permuted:
                 values = from_groups(from_groups(values).mT, min(stack.inner, TILE)).mT
             rows_of[0][half * inner : (half + 1) * inner].copy_(values[:inner, :hidden])
         K = weights.down.shape[1]
-        values = weights.down.values(slice(0, hidden), slice(0, K), torch.empty(hidden, K, device=device))
+        values = weights.down.values(
+            slice(0, hidden), slice(0, K), torch.empty(hidden, K, dtype=torch.float32, device=device)
+        )
         rows_of[1].copy_((from_groups(values, min(K, TILE)) if block.permuted else values)[:, :inner])
     return gate_up, down

@@ -79,7 +79,7 @@ def walk_backward(call: BackwardCall, shard: ShardOption | ShardOption229) -> tu
     stores = not given.is_tensor_update_accumulating
     if stores:  # each row is written once, by either core
         all_sums = [sums._replace(hidden=all_sums[0].hidden) for sums in all_sums]
-    d_scale_NB = torch.zeros((rows.blocks, rows.block_size), device=given.hidden_states.device)
+    d_scale_NB = torch.zeros((rows.blocks, rows.block_size), dtype=torch.float32, device=given.hidden_states.device)
     loop = BackwardWalk(call, shard, d_scale_NB)
     for number in range(rows.blocks):
         loop.run(loop.block(number), all_sums[number % cores])

@@ -179,7 +179,7 @@ def decoded(stack: MXExpertStack, *, dense: bool) -> FFNWeights | ExpertWeights:
 
 
 def _values(matrix: MXMatrix, rows: slice) -> Tensor:
-    out_FK = torch.empty(rows.stop - rows.start, matrix.shape[1], device=matrix.codes.device)
+    out_FK = torch.empty(rows.stop - rows.start, matrix.shape[1], dtype=torch.float32, device=matrix.codes.device)
     return matrix.values(rows, slice(0, matrix.shape[1]), out_FK)
 
 

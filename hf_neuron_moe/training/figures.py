@@ -102,7 +102,7 @@ def quantization_health(rows_RK: Tensor) -> Tensor:
     ``10 log10(sum x^2 / sum (x - q)^2)`` in dB, infinite where nothing is lost. All NaN for no rows.
     """
     if rows_RK.numel() == 0:
-        return torch.full((len(MEASURES),), torch.nan, device=rows_RK.device)
+        return torch.full((len(MEASURES),), torch.nan, dtype=torch.float32, device=rows_RK.device)
     K = rows_RK.shape[1]
     values = rows_RK.detach().float()
     quantized = quantize_mx(F.pad(values.to(torch.bfloat16), (0, padded_size(K) - K)))

@@ -144,7 +144,8 @@ class TrainingMonitor:
         *counts, decisions, changed = summed.tolist()
         totals = iter(counts)
         # Now that the device has caught up, the time it took is known.
-        spent = torch.tensor([self.elapsed + time.perf_counter() - self.mark, peak_memory(self.device)])
+        passed_s = self.elapsed + time.perf_counter() - self.mark
+        spent = torch.tensor([passed_s, peak_memory(self.device)], dtype=torch.float32)
         elapsed_s, memory = _gathered(spent.to(self.device)).amax(dim=0).tolist()
         tokens, positions = next(totals), next(totals)
         padded_rows, copies, loads = {}, {}, {}

@@ -122,7 +122,7 @@ def _lanes(words: Tensor, fp4: bool) -> Tensor:
     if not fp4:
         return _e4m3(raw.view(*words.shape, 4))
     nibbles = torch.stack([raw & 15, raw >> 4], -1).view(*words.shape, 4)
-    magnitude = torch.tensor(E2M1_MAGNITUDES)[(nibbles & 7).long()]
+    magnitude = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)[(nibbles & 7).long()]
     return torch.where(nibbles >= 8, -magnitude, magnitude)
 
 
@@ -132,7 +132,7 @@ def _e4m3(codes: Tensor) -> Tensor:
 
 def _power(scales: Tensor) -> Tensor:
     """2**(byte - 127); byte 255 is NaN."""
-    powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+    powers = torch.ldexp(torch.ones(256, dtype=torch.float32), torch.arange(256) - 127)
     powers[255] = torch.nan
     return powers[scales.long()]
 

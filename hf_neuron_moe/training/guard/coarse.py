@@ -117,7 +117,7 @@ def coarse_backward(
     grad_of = SwiGLUGrad(gating_of(call.spec.gate), False, lambda values: values)
     dtype, device = _dtype(call), call.dout_TH.device
     total_TH = torch.zeros(call.dout_TH.shape, dtype=torch.float32, device=device)
-    found = Coarse(torch.zeros(len(call.dout_TH), device=device))
+    found = Coarse(torch.zeros(len(call.dout_TH), dtype=torch.float32, device=device))
     scales = []
     signs_H = torch.where(
         torch.arange(call.dout_TH.shape[1], device=device).mul(2654435761).bitwise_and(64) > 0, 1.0, -1.0
@@ -125,14 +125,15 @@ def coarse_backward(
     for run in call.runs():
         network = Network.of(call, run.expert)
         weights = [None if part is None else part.to(dtype) for part in network[:3]]
-        sums = torch.zeros(3, len(network.up_IH), device=device)
+        sums = torch.zeros(3, len(network.up_IH), dtype=torch.float32, device=device)
         for start in range(0, len(run.token_R), _CHUNK):
             part = slice(start, start + _CHUNK)
             token_R = run.token_R[part]
             x_RH, dout_RH = call.x_TH[token_R], call.dout_TH[token_R]
             gate, up = _pre(network, x_RH, dtype, pre, run, part)
-            results = torch.empty(3, *up.shape, device=device)
-            d_inter, scale_R = (dout_RH.to(dtype) @ weights[2]).float(), torch.zeros(len(token_R), device=device)  # type: ignore[operator]
+            results = torch.empty(3, *up.shape, dtype=torch.float32, device=device)
+            d_inter = (dout_RH.to(dtype) @ weights[2]).float()  # type: ignore[operator]
+            scale_R = torch.zeros(len(token_R), dtype=torch.float32, device=device)
             factor = None if run.scale_R is None else run.scale_R[part].unsqueeze(1)
             grad_of.fill(results, d_inter, gate, up, torch.empty_like(up), scale_R1=factor, d_scale_R=scale_R)
             d_gate, d_up, inter = results
