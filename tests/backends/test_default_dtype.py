@@ -24,7 +24,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 
 def results(gate: Gate, precision: str, backend: str, activations: str, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of experts and of a dense block."""
+    """Return the output of experts and every gradient."""
     release_scratch()
     gating.gating_of.cache_clear()
     generator = torch.Generator().manual_seed(0)

@@ -189,6 +189,29 @@ def test_dense(name: str, precision: str, backend: str, stored: torch.dtype) -> 
         assert relative(actual, wanted) < BOUND[precision], key
 
 
+@pytest.mark.parametrize("backend", ["torch", "torch-grouped"])
+@pytest.mark.parametrize("precision", BOUND)
+@pytest.mark.parametrize("act", ["silu", "swish", "gelu", "gelu_tanh"])
+def test_an_activation_without_a_gate_reads_up_alone(act: str, precision: str, backend: str) -> None:
+    generator, dtype = torch.Generator().manual_seed(0), torch.float32 if precision == "fp32" else torch.bfloat16
+    shapes = ((T, H), (E, I, H), (E, H, I))
+    x, up, down = ((torch.randn(shape, generator=generator) * 0.3).to(dtype).requires_grad_() for shape in shapes)
+    index = torch.arange(T * K).view(T, K).remainder(E)
+    scores = torch.rand(T, K, generator=generator).requires_grad_()
+    gate = Gate(act, 1.702 if act == "swish" else 1.0, gated=False)
+    y = ops.experts(
+        x, index, scores, up, down,
+        transposed=False, precision=precision, block_size=512, backend=backend, activations="minimal", gate=gate,
+    )  # fmt: skip
+    found = torch.autograd.grad(y, [x, scores, up, down], torch.ones_like(y))
+    exact = [part.detach().double().requires_grad_() for part in (x, scores, up, down)]
+    inter = ACTIVATIONS[act].value(torch.einsum("th,tkih->tki", exact[0], exact[2][index]))
+    wanted = torch.einsum("tk,tki,tkhi->th", exact[1], inter, exact[3][index])
+    assert relative(y, wanted.detach()) < BOUND[precision]
+    for actual, right in zip(found, torch.autograd.grad(wanted.sum(), exact), strict=True):
+        assert relative(actual, right) < BOUND[precision]
+
+
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_the_text_of_a_gate_gives_it_back(gate: Gate) -> None:
     assert Gate.parse(gate.text) == gate and "|" not in gate.text

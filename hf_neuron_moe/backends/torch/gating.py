@@ -126,7 +126,7 @@ class Gating:
         return out.copy_(act) if self.skip_gate else torch.mul(act, up_value, out=out)
 
     def up_slope_(self, gradient: Tensor, up_value: Tensor) -> None:
-        """Multiply `gradient` by the derivative of `up_value`, which is overwritten, within the limits."""
+        """Multiply `gradient` by the derivative of the softcap, whose result `up_value` is overwritten."""
         if self.up_softcap is not None:
             torch.ops.aten.tanh_backward.grad_input(gradient, up_value.div_(self.up_softcap), grad_input=gradient)
 

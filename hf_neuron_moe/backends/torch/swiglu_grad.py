@@ -49,7 +49,7 @@ class SwiGLUGrad(NamedTuple):
         """
         d_gate, d_up, product = results
         gating = self.gating
-        at_once = None if self.mx or gating.rounds_itself else gating.act_and_slope
+        at_once = None if self.mx or gating.rounds_itself or gating.skip_gate else gating.act_and_slope
         slope, scale = None, 1.0
         if at_once is not None:
             up_value, scale = gating.up_share(up)
