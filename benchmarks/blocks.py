@@ -19,6 +19,8 @@ only twice.
 Of many experts (cases e, f and g) one patched block is timed three times: as the package chooses, with one expert after
 another (``HF_NEURON_MOE_GROUPED=0``) and with all at once (``1``). All contestants share one set of weights.
 
+What a step of several blocks costs, whose gradients are alive together, is in ``layers.py``.
+
 Legend: H hidden, I intermediate, E experts, K experts per token, T tokens.
 """
 
@@ -100,30 +102,37 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "mxfp8": torch.bfloat16
 
 
 class Block(nn.Module):
-    """A model of one block, so that it can be patched by name like a real one."""
+    """A model of one block, or of a stack of them, so that it can be patched by name like a real one."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, implementation: str) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, implementation: str, layers: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.case = case
-        self.mlp: nn.Module
-        if case.E:
-            config = MixtralConfig(
-                hidden_size=case.H,
-                intermediate_size=case.I,
-                num_local_experts=case.E,
-                num_experts_per_tok=case.K,
-                experts_implementation=implementation,
-            )
-            self.mlp = MixtralExperts(config)
-        else:
-            self.mlp = LlamaMLP(LlamaConfig(hidden_size=case.H, intermediate_size=case.I))
+        self.mlp = self._made(implementation)
+        self.others = nn.ModuleList(self._made(implementation) for _ in range(layers - 1))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
         self.to(dtype)
 
+    def _made(self, implementation: str) -> nn.Module:
+        case = self.case
+        if not case.E:
+            return LlamaMLP(LlamaConfig(hidden_size=case.H, intermediate_size=case.I))
+        config = MixtralConfig(
+            hidden_size=case.H,
+            intermediate_size=case.I,
+            num_local_experts=case.E,
+            num_experts_per_tok=case.K,
+            experts_implementation=implementation,
+        )
+        return MixtralExperts(config)
+
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out: Tensor = self.mlp(x, index, weights) if self.case.E else self.mlp(x)
+        routing = (index, weights) if self.case.E else ()
+        out: Tensor = self.mlp(x, *routing)
+        for mlp in self.others:
+            x = x + out
+            out = mlp(x, *routing)
         return out
 
 
@@ -272,8 +281,8 @@ def stock_implementations(case: Case) -> list[str]:
     return ["grouped_mm", "eager"] if case.E else ["eager"]
 
 
-def patched_block(case: Case, precision: str) -> Block:
-    block = Block(case, DTYPES[precision], "eager")
+def patched_block(case: Case, precision: str, layers: int = 1) -> Block:
+    block = Block(case, DTYPES[precision], "eager", layers)
     patch_model(block, NeuronMoEConfig(precision=precision))
     return block
 

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
-from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends import get_backend, release_gradient_memory
 from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
 from hf_neuron_moe.formats import elements, group_fp8
@@ -181,6 +181,7 @@ def peak_bytes(step: Callable[[], None]) -> int:
     Seen are torch's allocations, and not what the matmul libraries allocate. What an earlier call left for this one to
     free, such as gradients, counts as less: take a new step.
     """
+    release_gradient_memory()
     with ThreadPoolExecutor(1) as fresh:  # a thread without buffers of earlier calls
         return fresh.submit(_peak_bytes, step).result()
 

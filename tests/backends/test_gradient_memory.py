@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import layers
+from benchmarks.blocks import Case
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.backends.torch import gradient_memory as module
+from hf_neuron_moe.backends.torch import device_products, gradient_memory as module
 from hf_neuron_moe.backends.torch.gradient_memory import GradientMemory, gradient_memory
 from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model
 
-FAMILIES = ("llama", "mixtral")
+MODELS = {"llama": {}, "mixtral": {}, "many experts": {"num_local_experts": 32}}
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +41,14 @@ def step(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def patched(family: str, home: str = "stock") -> nn.Module:
-    model = tiny_model(family, num_hidden_layers=2).to(torch.bfloat16).train()
+    name = "llama" if family == "llama" else "mixtral"
+    model = tiny_model(name, num_hidden_layers=2, **MODELS[family]).to(torch.bfloat16).train()
     patch_model(model, {"precision": "bf16", "weights": home})
     return model
 
 
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_the_next_step_has_the_memory_and_its_own_values(
     family: str, home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,3 +143,24 @@ def test_accumulated_gradients_are_those_of_fresh_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "SMALLEST", 1 << 60)
     expected = two_steps()
     assert all(torch.equal(grad, expected[name]) for name, grad in reused.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_few_rows_are_those_of_one_call(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    left, right = (torch.randn(21, size, generator=draw).to(dtype) for size in (16, 24))
+    ends = torch.tensor([0, 1, 1, 9, 18, 18], dtype=torch.int32)  # three rows belong to no group
+    gradient_memory().empty((6, 16, 24), dtype, left.device).fill_(7)  # what an earlier step left
+    found = device_products._over_rows_in_pieces(left, right, ends, dtype, (None, None))
+    expected = torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
+    assert torch.equal(found, expected) and not found[[0, 2, 5]].any()
+    assert not found.untyped_storage().resizable(), "memory that is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="page faults are Linux's")
+def test_steps_of_several_layers_get_no_new_pages() -> None:
+    case = Case("faults", 128, 256, 8, 32, 8)
+    found = layers.measure(case, "fp32", layers=3, repeats=3, threads=1)
+    pages = 3 * 3 * 32 * 128 * 256 * 4 / mmap.PAGESIZE
+    assert found["times"]["fp32"]["median_page_faults"] < pages / 10

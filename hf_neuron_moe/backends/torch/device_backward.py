@@ -12,14 +12,13 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.device_products import grouped_over_rows, project_on_device
 from hf_neuron_moe.backends.torch.device_quantize import quantize_rows_
 from hf_neuron_moe.backends.torch.device_runs import DeviceRuns, MXRowBlocks
-from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.backends.torch.experts import ExpertStack, sum_over_experts
 from hf_neuron_moe.backends.torch.ffn_forward import added_to_sums
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
 from hf_neuron_moe.backends.torch.grouped_forward import (
     Batch,
     PreActivations,
     has_ones,
-    sum_over_experts,
     tokens_operand,
 )
 from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE
@@ -71,12 +70,12 @@ class DeviceBackward(GroupedBackward):
         saved_up = 0 if saved.up is None else saved.up.shape[1]
         if (saved.gate is None and not self.gating.skip_gate) or saved_up < weights.inner:
             x_op = tokens_operand(self.x_TH, loader, with_ones=has_ones(added, loader))
-            pre.multiply(batch.take(x_op), missing_only=True)
+            pre.multiply(batch.take(x_op, loader, "x_rows"), missing_only=True)
         return pre
 
     def _sums(self, batch: Batch) -> Tensor:
         """Return ``dY Wd``, fp32 ``[R, I]``."""
-        dout_RH = batch.take(tokens_operand(self.dout_TH, self.loader))
+        dout_RH = batch.take(tokens_operand(self.dout_TH, self.loader), self.loader, "dout_rows")
         return project_on_device(dout_RH, self.weights.down_GHI.transpose(1, 2), self._runs, self.loader, sums=True)
 
     def _rows_of(self, values_TH: Tensor) -> RowsOf:

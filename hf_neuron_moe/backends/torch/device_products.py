@@ -29,6 +29,7 @@ from hf_neuron_moe.backends.torch.compute import (
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul_over_rows_into
 from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
 from hf_neuron_moe.backends.torch.experts import Runs
+from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_products import (
     Operand,
     project,
@@ -193,16 +194,32 @@ def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtyp
 def _over_rows_in_pieces(
     left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype, tokens: _Tokens
 ) -> Tensor:
-    """Return torch's grouped sum over rows; these are gathered and cast piece by piece, or few of them at once."""
+    """Return torch's grouped sum over rows; these are gathered and cast piece by piece, or few of them at once.
+
+    Where the gradients' memory is kept, few rows are multiplied into it group by group, as torch does it.
+    """
     widths = left_RM.shape[1], right_RN.shape[1]
     gathered = sum(len(rows) * width for rows, width in zip(tokens, widths, strict=True) if rows is not None)
+    out_GMN = gradient_memory().empty((len(ends_G), *widths), dtype, left_RM.device)
     if gathered <= GATHERED and left_RM.dtype == right_RN.dtype == dtype:
         left, right = _rows((left_RM, right_RN), tokens, slice(None))
-        return F.grouped_mm(left.t(), right, offs=ends_G)
-    out_GMN = left_RM.new_zeros((len(ends_G), left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
+        return _sums_of_few(left, right, _host_runs(ends_G), out_GMN)
+    out_GMN.zero_()
     for groups, rows, offsets in _pieces_of_groups(ends_G, out_GMN[0].numel()):
         left, right = _rows((left_RM, right_RN), tokens, rows)
         out_GMN[groups].copy_(F.grouped_mm(left.to(dtype).t(), right.to(dtype), offs=offsets))
+    return out_GMN
+
+
+def _sums_of_few(left_RM: Tensor, right_RN: Tensor, runs: Runs, out_GMN: Tensor) -> Tensor:
+    out, end = out_GMN.unbind(0), runs[-1][2] if runs else 0
+    idle, sizes = set(range(len(out))), [end - start for _, start, end in runs]
+    rows = zip(left_RM[:end].t().split(sizes, 1), right_RN[:end].split(sizes), strict=True)
+    for (group, _, _), (left, right) in zip(runs, rows, strict=True):
+        torch.mm(left, right, out=out[group])
+        idle.remove(group)
+    if idle:
+        torch._foreach_zero_([out[group] for group in sorted(idle)])
     return out_GMN
 
 
@@ -243,7 +260,7 @@ def _over_rows_on_host(
     dtype: torch.dtype,
     tokens: _Tokens,
 ) -> Tensor:
-    out_GMN = left_RM.new_empty((groups, left_RM.shape[1], right_RN.shape[1]), dtype=dtype)
+    out_GMN = gradient_memory().empty((groups, left_RM.shape[1], right_RN.shape[1]), dtype, left_RM.device)
     if len(runs) < groups:
         out_GMN.zero_()
     if not runs:

@@ -17,10 +17,9 @@ from hf_neuron_moe.backends.spec import Wants
 from hf_neuron_moe.backends.torch.compute import FreshScratch, grouped_operands
 from hf_neuron_moe.backends.torch.device_backward import DeviceBackward
 from hf_neuron_moe.backends.torch.device_products import grouped_product
-from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows
+from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows, sum_over_experts
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import Gating, gating_of
-from hf_neuron_moe.backends.torch.grouped_forward import sum_over_experts
 from hf_neuron_moe.backends.torch.saved import put_tile
 from hf_neuron_moe.backends.torch.tiles import Loader
 

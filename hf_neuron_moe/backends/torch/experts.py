@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.spec import Routing
-from hf_neuron_moe.backends.torch.compute import Scratch
+from hf_neuron_moe.backends.torch.compute import Scratch, call_scratch
 from hf_neuron_moe.backends.torch.device_runs import DeviceRuns, sort_on_device
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
@@ -51,6 +51,8 @@ class SortedPairs:
         return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if end > start]
 
 
+_ADDED = 1 << 18  # elements of rows that are added at a time
+_IN_ORDER = 16  # so many numbers torch's sum adds one after the other on CPUs; of more it adds partial sums
 _BY_HAND = 64  # up to this many pairs sorting a Python list takes less time than dispatching torch's operators
 
 
@@ -220,6 +222,40 @@ class ScaledRows(RowSource):
         if self.rounded == rows_RH.dtype and self.index is not None:
             return rows_RH.mul_(scale_R1)  # a gather made fresh rows
         return (rows_RH * scale_R1).to(self.rounded)
+
+
+def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
+    """Add each token's rows in fp32: ``[T, H]``; those of other ranks' experts are zeros. Rows that are tokens stay."""
+    slot_TK = rows.slot_TK
+    if slot_TK is None:  # a view could not be changed in place by its user
+        return out_RH if len(out_RH) == rows.count else out_RH[: rows.count].clone()
+    if rows.on_device is not None:
+        return _sum_on_device(out_RH, rows.on_device, slot_TK)
+    if rows.end < rows.count:
+        out_RH[rows.end :].zero_()
+    shape = (len(slot_TK), out_RH.shape[1])
+    if not slot_TK.shape[1]:
+        return torch.zeros(shape, dtype=torch.float32, device=out_RH.device)
+    total_TH = torch.empty(shape, dtype=torch.float32, device=out_RH.device)
+    scratch = call_scratch(out_RH.device)
+    for first in range(0, len(slot_TK), step := max(_ADDED // out_RH.shape[1], 1)):
+        part = total_TH[first : first + step]
+        out_tH = scratch.get("added_rows", tuple(part.shape), out_RH.dtype)
+        for number, slot_t in enumerate(slot_TK[first : first + step].unbind(1)):
+            torch.index_select(out_RH, 0, slot_t, out=out_tH)
+            part.copy_(out_tH) if number == 0 else part.add_(out_tH)
+    return total_TH
+
+
+def _sum_on_device(out_RH: Tensor, runs: DeviceRuns, slot_TK: Tensor) -> Tensor:
+    """The same, a token's experts in ascending order, one after the other."""
+    if not out_RH.is_cpu:  # where products leave rows of no group as they are
+        out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
+    out_TKH = out_RH.index_select(0, slot_TK.sort(1).values.flatten()).view(*slot_TK.shape, out_RH.shape[1])
+    total_TH = out_TKH[:, :_IN_ORDER].sum(1, dtype=torch.float32)
+    for out_TH in out_TKH[:, _IN_ORDER:].unbind(1):
+        total_TH.add_(out_TH)
+    return total_TH
 
 
 def run_experts_forward(

@@ -1,25 +1,28 @@
 """Memory of weight gradients on CPUs that the next step uses again.
 
-The C library gives large blocks back to the system when they are freed. A step's gradients are then new pages, each of
-which costs a page fault: on the machine of docs/performance.md ten times as long as the write. A tensor made here holds
-a NumPy array, a view of the kept memory that nothing else refers to. When the last tensor that shares the memory is
-gone, so is the array, and the memory is free for the next tensor of its size. What is free is never more than gradients
-took at one time. It is released when a block leaves training mode or is deleted; tensors that were in use then give
-their memory back to the system. Experts computed by a registered implementation, without a block, release nothing.
+The C library gives memory back to the system: a block of 32 MiB or more when it is freed, and the end of its heap when
+that is free for more than twice the largest block so far. A step's gradients are then new pages, each of which costs a
+page fault: on the machine of docs/performance.md ten times as long as the write. A tensor made here holds a NumPy
+array, a view of the kept memory that nothing else refers to. When the last tensor that shares the memory is gone, so is
+the array, and the memory is free for the next tensor of its size. What is free is never more than gradients took at one
+time. It is released when a block leaves training mode or is deleted; tensors that were in use then give their memory
+back to the system. Experts computed by a registered implementation, without a block, release nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import without_values
 
-SMALLEST = 1 << 25  # bytes; smaller blocks the C library keeps by itself (glibc's ``DEFAULT_MMAP_THRESHOLD_MAX``)
+SMALLEST = 1 << 20  # bytes; of smaller blocks a step seldom has enough for the C library to give them back
 
 
 class GradientMemory:
@@ -31,14 +34,18 @@ class GradientMemory:
 
     def empty_like(self, weight: Tensor) -> Tensor:
         """Return an uninitialized contiguous tensor with the shape, dtype and device of `weight`."""
-        size = weight.numel() * weight.element_size()
-        if not weight.is_cpu or size < SMALLEST or without_values():
-            return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        return self.empty(weight.shape, weight.dtype, weight.device)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized contiguous tensor."""
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or size < SMALLEST or without_values():
+            return torch.empty(shape, dtype=dtype, device=device)
         free = self._free[size]
-        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=device)
         array = memory.numpy()[:]
         weakref.finalize(array, self._take_back, memory, self._releases).atexit = False
-        return torch.from_numpy(array).view(weight.dtype).view(weight.shape)
+        return torch.from_numpy(array).view(dtype).view(shape)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import BlockBackward, GroupedWeights
+from hf_neuron_moe.backends.torch.experts import BlockBackward, GroupedWeights, sum_over_experts
 from hf_neuron_moe.backends.torch.ffn_forward import added_to_sums
 from hf_neuron_moe.backends.torch.grouped_forward import (
     CHUNK,
@@ -16,7 +16,6 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
     PreActivations,
     has_ones,
     result_rows,
-    sum_over_experts,
     tokens_operand,
 )
 from hf_neuron_moe.backends.torch.grouped_products import (
@@ -42,7 +41,7 @@ class GroupedBackward(BlockBackward):
         dx_RH = both_G2IH = x_op = None
         added = added_to_sums(self.weights.up_GIH, (self.weights.gate_bias_GI, self.weights.up_bias_GI), self.gating)
         if self.wants_input:
-            dx_RH = self.x_TH.new_empty((result_rows(rows), self.x_TH.shape[1]), dtype=self.loader.compute.operand)
+            dx_RH = result_rows(rows, self.x_TH, self.loader.compute.operand, self.loader)
             both_G2IH = None if self._rearranged else self.weights.both(self.loader.scratch)
         saved_up = 0 if self.saved.up is None else self.saved.up.shape[1]
         dout_op = tokens_operand(self.dout_TH, self.loader)
@@ -52,9 +51,9 @@ class GroupedBackward(BlockBackward):
             pre = PreActivations(self.weights, batch, recompute_loader, self.saved, added)
             x_rH = None
             if x_op is not None:
-                x_rH = batch.take(x_op)
+                x_rH = batch.take(x_op, self.loader, "x_rows")
                 pre.multiply(x_rH, missing_only=True)
-            dout_rH = batch.take(dout_op)
+            dout_rH = batch.take(dout_op, self.loader, "dout_rows")
             d_gate_up, inter = self._between(batch, pre, self._intermediate_grad(batch, dout_rH))
             # In MX the input's gradient quantizes the operands that the weights' gradients copy; else those zero rows.
             if dx_RH is not None and not self.loader.compute.mx:
@@ -167,8 +166,10 @@ class GroupedBackward(BlockBackward):
         inner, width, compute = self.weights.inner, inter.shape[1], self.loader.compute
         plain = not compute.mx and self.x_TH.dtype == self.dout_TH.dtype == compute.operand
         if not plain:
-            dout_rH = batch.take(self.dout_TH)
-        x_rH = batch.take(self.x_TH) if x_rH is None or not plain else x_rH[:, : self.x_TH.shape[1]]
+            dout_rH = batch.take(self.dout_TH, self.loader, "dout_rows")
+        if x_rH is None or not plain:
+            x_rH = batch.take(self.x_TH, self.loader, "x_rows")
+        x_rH = x_rH[:, : self.x_TH.shape[1]]
         whole = grads.gate_up_G2IH is not None and width == inner and not (compute.mx and grads.interleaved)
         each = each_whole_run if plain else each_run
         for group, dout, x, both, product in each(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.device_products import project_on_device
-from hf_neuron_moe.backends.torch.device_runs import DeviceRuns
-from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows, Runs
+from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows, Runs, sum_over_experts
 from hf_neuron_moe.backends.torch.ffn_forward import Added, Checkpoints, added_to_sums, save_products
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.grouped_products import (
@@ -46,7 +45,6 @@ from hf_neuron_moe.backends.torch.tiles import Loader, lies_by_column
 BATCH = 1 << 22  # elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns
 CHUNK = 1 << 18  # elements between the products that are processed at a time
 DEVICE_CHUNKS = 3  # at most so many where every operation is a launch
-_IN_ORDER = 16  # so many numbers torch's sum adds one after the other on CPUs; of more it adds partial sums
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,19 @@ class Batch:
         if batch:
             yield cls(rows, batch)
 
-    def take(self, values_TH: Tensor) -> Tensor:
-        """Return the batch's rows of a tensor of tokens, and any others up to its size: a copy, if it has others."""
+    def take(self, values_TH: Tensor, loader: Loader, name: str) -> Tensor:
+        """Return the batch's rows of a tensor of tokens, and any others up to its size: a copy, if it has others.
+
+        Gathered rows lie in a buffer of that name.
+        """
         token_R, others = self.rows.token_R, self.size - self.length
         if token_R is None:
             return F.pad(values_TH[self.part], (0, 0, 0, others)) if others else values_TH[self.part]
-        token_r = token_R[self.part]
-        return values_TH.index_select(0, F.pad(token_r, (0, others)) if others else token_r)
+        token_r = F.pad(token_R[self.part], (0, others)) if others else token_R[self.part]
+        if self.on_device is not None:
+            return values_TH.index_select(0, token_r)
+        out_rH = loader.scratch.get(name, (self.size, values_TH.shape[1]), values_TH.dtype)
+        return torch.index_select(values_TH, 0, token_r, out=out_rH)
 
     def chunks(self, inner: int) -> Iterator[slice]:
         """Cut the batch's rows for what is computed between the products."""
@@ -120,9 +124,13 @@ class Batch:
         return self.rows.scale(self.start + chunk.start, self.start + chunk.stop)
 
 
-def result_rows(rows: Rows) -> int:
-    """Return how many rows a result of the products needs: those of the call, and what the last run's are padded by."""
-    return max(rows.count, whole_end(rows.runs))
+def result_rows(rows: Rows, like_TH: Tensor, dtype: torch.dtype, loader: Loader) -> Tensor:
+    """Return memory of a result of the products: the call's rows, and those that the last run's are padded by.
+
+    It is a buffer where a token's rows are added next.
+    """
+    shape = (max(rows.count, whole_end(rows.runs)), like_TH.shape[1])
+    return like_TH.new_empty(shape, dtype=dtype) if rows.token_R is None else loader.scratch.get("rows", shape, dtype)
 
 
 def tokens_operand(values_TH: Tensor, loader: Loader, *, with_ones: bool = False) -> Tensor:
@@ -315,11 +323,10 @@ def grouped_forward(
     x_op, width = tokens_operand(x_TH, loader, with_ones=has_ones(added, loader)), loader.width(inner)
     bias_GH = None if weights.down_bias_GH is None or rows.token_R is not None else weights.down_bias_GH.float()
     sums = compute.mx and bias_GH is not None
-    out_rows = result_rows(rows) if rows.on_device is None else 0
-    out_RH = x_TH.new_empty((out_rows, x_TH.shape[1]), dtype=torch.float32 if sums else compute.operand)
+    out_RH = x_TH if rows.on_device else result_rows(rows, x_TH, torch.float32 if sums else compute.operand, loader)
     for batch in Batch.cut(rows, inner):
         pre = PreActivations(weights, batch, loader, save, added, plain_up=gating.multiplies_by_up)
-        pre.multiply(batch.take(x_op))
+        pre.multiply(batch.take(x_op, loader, "x_rows"))
         inter_rI, left_rI = _intermediate(batch, loader, width, with_ones=has_ones((bias_GH,), loader))
         _fill_intermediate(inter_rI, batch, pre, loader, save, gating)
         del pre  # gate and up are as large as the operands of the next product
@@ -366,35 +373,3 @@ def _intermediate(batch: Batch, loader: Loader, width: int, *, with_ones: bool) 
     if with_ones:
         operand_rI[:, width:].copy_(rows_with_ones(operand_rI[:1, :0]))
     return operand_rI[:, :width], operand_rI
-
-
-def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
-    """Add each token's rows in fp32: ``[T, H]``; those of other ranks' experts are zeros. Rows that are tokens stay."""
-    slot_TK = rows.slot_TK
-    if slot_TK is None:  # a view could not be changed in place by its user
-        return out_RH if len(out_RH) == rows.count else out_RH[: rows.count].clone()
-    if rows.on_device is not None:
-        return _sum_on_device(out_RH, rows.on_device, slot_TK)
-    if rows.end < rows.count:
-        out_RH[rows.end :].zero_()
-    shape = (len(slot_TK), out_RH.shape[1])
-    if not slot_TK.shape[1]:
-        return torch.zeros(shape, dtype=torch.float32, device=out_RH.device)
-    total_TH = torch.empty(shape, dtype=torch.float32, device=out_RH.device)
-    for first in range(0, len(slot_TK), step := max(CHUNK // out_RH.shape[1], 1)):
-        part = total_TH[first : first + step]
-        for number, slot_t in enumerate(slot_TK[first : first + step].unbind(1)):
-            out_tH = out_RH.index_select(0, slot_t)
-            part.copy_(out_tH) if number == 0 else part.add_(out_tH)
-    return total_TH
-
-
-def _sum_on_device(out_RH: Tensor, runs: DeviceRuns, slot_TK: Tensor) -> Tensor:
-    """The same, a token's experts in ascending order, one after the other."""
-    if not out_RH.is_cpu:  # where products leave rows of no group as they are
-        out_RH = torch.where(runs.of_a_group_R[:, None], out_RH, 0)
-    out_TKH = out_RH.index_select(0, slot_TK.sort(1).values.flatten()).view(*slot_TK.shape, out_RH.shape[1])
-    total_TH = out_TKH[:, :_IN_ORDER].sum(1, dtype=torch.float32)
-    for out_TH in out_TKH[:, _IN_ORDER:].unbind(1):
-        total_TH.add_(out_TH)
-    return total_TH

@@ -34,7 +34,7 @@ from hf_neuron_moe.backends.torch.experts import Runs
 from hf_neuron_moe.backends.torch.tiles import Loader
 
 ROW_MULTIPLE = 16  # so many rows are multiplied together at least (:func:`whole_rows`)
-FEW_ROWS = 64  # up to so many rows per group one call for all groups saves more time than it costs
+FEW_ROWS = 16  # up to so many rows per group one call for all groups saves more time than the copy of its result costs
 PIECE = 1 << 20  # about so many elements of a weight are cast or quantized at a time, which stay in the caches
 MOST_AT_ONCE = 1 << 21  # elements of a device's weight that are quantized at a time, or half of it
 ADDED = 16  # columns of a contraction axis for what is added to the sums: three, as libraries like them

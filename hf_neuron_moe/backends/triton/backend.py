@@ -18,10 +18,10 @@ from torch import Tensor
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.backends.torch.device_backward import DeviceBackward, of_a_product
-from hf_neuron_moe.backends.torch.experts import ExpertStack, GroupedWeights, Rows
+from hf_neuron_moe.backends.torch.experts import ExpertStack, GroupedWeights, Rows, sum_over_experts
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, added_to_sums
 from hf_neuron_moe.backends.torch.gating import SILU, Gating
-from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward, sum_over_experts
+from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward
 from hf_neuron_moe.backends.torch.saved import FP8Gating
 from hf_neuron_moe.backends.torch.tiles import Loader
 from hf_neuron_moe.errors import BackendUnavailableError
