@@ -4,6 +4,7 @@
     python benchmarks/few_tokens.py --train --sizes 128 256 32 8        # H, I, experts, experts per token
 
 Processor time, since other processes of the machine take the wall clock's. All contestants share one set of weights.
+In training there is one more, whose kernels return memory without values: what torch's operators take by themselves.
 """
 
 from __future__ import annotations
@@ -14,16 +15,43 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if str(Path(__file__).resolve().parent) in sys.path:
     sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pytest
 import torch
 
 from benchmarks.blocks import Block, Case, decode_step, make_inputs, patched_block, share_weights, train_step
 from benchmarks.setting import machine
+from hf_neuron_moe.backends.spec import BlockShape
+from hf_neuron_moe.backends.torch.backend import TorchBackend
+
+ALONE = "operators alone"
+
+
+def without_kernels(step: Callable[[], None]) -> Callable[[], None]:
+    """Let `step` compute nothing of experts between the operators' beginning and end."""
+
+    def forward(self: Any, x_TH: Any, routing: Any, weights: Any, spec: Any, keep: Any) -> Any:
+        shape = BlockShape("experts", *weights.down.shape[1:], len(weights.down), routing.index_TK.shape[1])
+        return torch.empty_like(x_TH), self.fake_saved(x_TH, shape, spec, keep)
+
+    def backward(self: Any, dout_TH: Any, x_TH: Any, routing: Any, weights: Any, saved: Any, call: Any) -> Any:
+        grads = map(torch.empty_like, (dout_TH, routing.weight_TK, weights.gate_up, weights.down))
+        return *grads, dout_TH.new_empty(0), dout_TH.new_empty(0)
+
+    def empty() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchBackend, "experts_forward", forward)
+            patch.setattr(TorchBackend, "experts_backward", backward)
+            step()
+
+    return empty
 
 
 def measure(case: Case, tokens: int, repeats: int, *, train: bool) -> dict[str, float]:
@@ -34,6 +62,8 @@ def measure(case: Case, tokens: int, repeats: int, *, train: bool) -> dict[str, 
         share_weights(block, blocks["grouped_mm"])
     inputs = make_inputs(case, tokens, torch.float32)
     steps = {name: (train_step if train else decode_step)(block, inputs) for name, block in blocks.items()}
+    if train:
+        blocks[ALONE], steps[ALONE] = blocks["patched"], without_kernels(steps["patched"])
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order, draw = list(steps), random.Random(0)
     for turn in range(repeats + 1):  # the first one warms up

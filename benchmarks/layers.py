@@ -138,7 +138,7 @@ def main() -> None:
         cases = [Case("asked", hidden, inner, 0, experts, per_token)]
     else:
         cases = [CASES[name] for name in asked.cases]
-    console, rows = Console(width=130), []
+    console, rows = Console(width=140), []
     console.print(machine() | {"layers": asked.layers, "threads": asked.threads})
     for case in cases:
         for tokens in asked.tokens:
