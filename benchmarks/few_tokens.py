@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from benchmarks.blocks import Block, Case, decode_step, make_inputs, patched_block, share_weights, train_step
-from benchmarks.setting import machine
+from benchmarks.setting import machine, positive
 from hf_neuron_moe.backends.spec import BlockShape
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 
@@ -81,10 +81,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--sizes", type=int, nargs=4, default=[2048, 768, 128, 8], metavar=("H", "I", "E", "K"))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--sizes", type=positive, nargs=4, default=[2048, 768, 128, 8], metavar=("H", "I", "E", "K"))
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 32])
     parser.add_argument("--train", action="store_true", help="a training step in place of a call of generation")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.blocks import CASES, DTYPES, Block, Case, make_inputs, patched_block, stock_implementations, train_step
-from benchmarks.setting import machine, restart_with_isa
+from benchmarks.setting import machine, positive, restart_with_isa
 
 WARM_UP = 3
 
@@ -122,12 +122,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=["a", "c", "d"])
-    parser.add_argument("--sizes", type=int, nargs=4, metavar=("H", "I", "E", "K"), help="in place of the cases")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 512, 1024])
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sizes", type=positive, nargs=4, metavar=("H", "I", "E", "K"), help="in place of the cases")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[64, 256, 512, 1024])
+    parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--isa", choices=("native", "avx2"), default="native", help="instruction set")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     asked = parser.parse_args()

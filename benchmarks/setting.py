@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -30,6 +31,13 @@ class Shape:
     def sizes(self) -> str:
         """In words, without the tokens."""
         return f"H={self.H} I={self.I}" + (f" E={self.E} k={self.K}" if self.E else " dense")
+
+
+def positive(text: str) -> int:
+    """Read an option that is a number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of 1 or more is needed, not {text!r}")
+    return int(text)
 
 
 def processor() -> str:

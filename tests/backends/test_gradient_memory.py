@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import mmap
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import layers
-from benchmarks.blocks import Case
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import device_products, gradient_memory as module
 from hf_neuron_moe.backends.torch.gradient_memory import GradientMemory, gradient_memory
@@ -155,12 +151,3 @@ def test_sums_of_few_rows_are_those_of_one_call(dtype: torch.dtype) -> None:
     expected = torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     assert torch.equal(found, expected) and not found[[0, 2, 5]].any()
     assert not found.untyped_storage().resizable(), "memory that is kept"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="page faults are Linux's")
-def test_steps_of_several_layers_get_no_new_pages() -> None:
-    case = Case("faults", 128, 256, 8, 32, 8)
-    found = layers.measure(case, "fp32", layers=3, repeats=3, threads=1)
-    pages = 3 * 3 * 32 * 128 * 256 * 4 / mmap.PAGESIZE
-    assert found["times"]["fp32"]["median_page_faults"] < pages / 10
