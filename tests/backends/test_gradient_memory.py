@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -74,6 +76,25 @@ def test_memory_that_is_looked_at_is_not_used_again(keep: object) -> None:
     assert (values == 7).all()
     place = memory.empty_like(weight).data_ptr()
     assert place == memory.empty_like(weight).data_ptr(), "nobody looks at this one"
+
+
+def test_memory_is_released_while_another_thread_takes_some() -> None:
+    memory, interval = GradientMemory(), sys.getswitchinterval()
+
+    def take() -> None:
+        for size in range(1, 1500):
+            memory.empty((size,), torch.uint8, torch.device("cpu"))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            taking = threads.submit(take)
+            while not taking.done():
+                assert memory.nbytes >= 0
+                memory.release()
+            taking.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_memory_fits_shape_dtype_and_alignment() -> None:

@@ -41,8 +41,10 @@ class GradientMemory:
         size = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or size < SMALLEST or without_values():
             return torch.empty(shape, dtype=dtype, device=device)
-        free = self._free[size]
-        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=device)
+        try:
+            memory = self._free[size].pop()  # another thread may take the last one
+        except IndexError:
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
         array = memory.numpy()[:]
         weakref.finalize(array, self._take_back, memory, self._releases).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
@@ -50,13 +52,12 @@ class GradientMemory:
     @property
     def nbytes(self) -> int:
         """Bytes that no tensor uses."""
-        return sum(memory.nbytes for free in self._free.values() for memory in free)
+        return sum(memory.nbytes for free in list(self._free.values()) for memory in free)
 
     def release(self) -> None:
         """Give the free memory back; what is in use follows when its tensors are gone."""
         self._releases += 1
-        for free in self._free.values():
-            free.clear()
+        self._free = defaultdict(list)  # in one step, as other threads may be taking memory
 
     def _take_back(self, memory: Tensor, releases: int) -> None:
         """Keep the memory of a tensor that is gone, unless all was released since it was made."""
