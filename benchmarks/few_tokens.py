@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from benchmarks.blocks import Block, Case, decode_step, make_inputs, patched_block, share_weights, train_step
-from benchmarks.setting import machine, positive
+from benchmarks.setting import check_top_k, machine, positive
 from hf_neuron_moe.backends.spec import BlockShape
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 
@@ -81,14 +81,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--sizes", type=positive, nargs=4, default=[2048, 768, 128, 8], metavar=("H", "I", "E", "K"))
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 32])
+    sizes = [2048, 768, 128, 8]
+    names = ("H", "I", "E", "K")
+    parser.add_argument("--sizes", type=positive, nargs=4, default=sizes, metavar=names, help="(2048 768 128 8)")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 32], help="in all (1 8 32)")
     parser.add_argument("--train", action="store_true", help="a training step in place of a call of generation")
-    parser.add_argument("--repeats", type=positive, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=positive, default=7, help="turns after the first (7)")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     hidden, inner, experts, per_token = asked.sizes
+    check_top_k(parser, experts, per_token)
     rows = []
     for tokens in asked.tokens:
         case = Case("few", hidden, inner, tokens, experts, per_token)

@@ -22,7 +22,7 @@ import random
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.blocks import CASES, DTYPES, Block, Case, make_inputs, patched_block, stock_implementations, train_step
-from benchmarks.setting import machine, positive, restart_with_isa
+from benchmarks.setting import check_top_k, machine, positive, restart_with_isa
 
 WARM_UP = 3
 
@@ -56,10 +56,19 @@ def serve(pipe: Connection, case: Case, dtype: str, name: str, layers: int, thre
     stack = Block(case, DTYPES[dtype], name, layers) if stock else patched_block(case, name, layers)
     step = train_step(stack, make_inputs(case, case.T, DTYPES[dtype]))
     pipe.send("ready")
-    while pipe.recv():
-        faults, start = page_faults(), time.perf_counter()
-        step()
-        pipe.send((time.perf_counter() - start, page_faults() - faults))
+    with suppress(EOFError):  # the other end is closed
+        while pipe.recv():
+            faults, start = page_faults(), time.perf_counter()
+            step()
+            pipe.send((time.perf_counter() - start, page_faults() - faults))
+
+
+def answer(pipe: Connection, name: str) -> Any:
+    """Wait for what a contestant sends."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise SystemExit(f"layers.py: the process of {name!r} has ended; what it said is above") from None
 
 
 def measure(case: Case, dtype: str, layers: int, repeats: int, threads: int) -> dict[str, Any]:
@@ -74,10 +83,10 @@ def measure(case: Case, dtype: str, layers: int, repeats: int, threads: int) -> 
             child = context.Process(target=serve, args=(other, case, dtype, name, layers, threads), daemon=True)
             child.start()
             stack.callback(child.join)
-            stack.callback(pipes[name].send, False)
+            stack.callback(pipes[name].close)
             other.close()  # so that the end of a process is one of its pipe
-        for pipe in pipes.values():
-            pipe.recv()
+        for name, pipe in pipes.items():
+            answer(pipe, name)
         draw = random.Random(0)
         for turn in range(WARM_UP + repeats):
             if turn == WARM_UP:  # the slower of stock's can take a hundred times as long
@@ -86,7 +95,7 @@ def measure(case: Case, dtype: str, layers: int, repeats: int, threads: int) -> 
                 turns = {name: [] for name in names}
             for name in draw.sample(names, len(names)):
                 pipes[name].send(True)
-                turns[name].append(pipes[name].recv())
+                turns[name].append(answer(pipes[name], name))
     times = {name: _summary(taken) for name, taken in turns.items()}
     over = {name: times[best]["median_s"] / times[name]["median_s"] for name in names[1:]}
     return {"case": asdict(case), "dtype": dtype, "times": times, "best_stock": best, "speedup_over_best_stock": over}
@@ -94,7 +103,7 @@ def measure(case: Case, dtype: str, layers: int, repeats: int, threads: int) -> 
 
 def _summary(taken: list[tuple[float, int]]) -> dict[str, float]:
     seconds, faults = zip(*taken, strict=True)
-    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (seconds[0],) * 3
     return {
         "median_s": statistics.median(seconds),
         "q1_s": low,
@@ -121,13 +130,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=["a", "c", "d"])
-    parser.add_argument("--sizes", type=positive, nargs=4, metavar=("H", "I", "E", "K"), help="in place of the cases")
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[64, 256, 512, 1024])
-    parser.add_argument("--layers", type=positive, default=4)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=positive, default=15)
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument(
+        "--cases", nargs="+", choices=sorted(CASES), default=["a", "c", "d"], help="of blocks.py (a c d)"
+    )
+    shapes.add_argument("--sizes", type=positive, nargs=4, metavar=("H", "I", "E", "K"), help="in place of the cases")
+    tokens = [64, 256, 512, 1024]
+    parser.add_argument("--tokens", type=positive, nargs="+", default=tokens, help="in all (64 256 512 1024)")
+    parser.add_argument("--layers", type=positive, default=4, help="blocks in a stack (4)")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and tokens (bf16)")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="of each process (all cores)")
+    parser.add_argument("--repeats", type=positive, default=15, help="turns after the warm-up (15)")
     parser.add_argument("--isa", choices=("native", "avx2"), default="native", help="instruction set")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     asked = parser.parse_args()
@@ -135,6 +148,7 @@ def main() -> None:
         restart_with_isa(asked.isa)
     if asked.sizes:
         hidden, inner, experts, per_token = asked.sizes
+        check_top_k(parser, experts, per_token)
         cases = [Case("asked", hidden, inner, 0, experts, per_token)]
     else:
         cases = [CASES[name] for name in asked.cases]

@@ -40,6 +40,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def check_top_k(parser: argparse.ArgumentParser, experts: int, per_token: int) -> None:
+    """End with an error if a token would have more experts than there are."""
+    if per_token > experts:
+        parser.error(f"argument --sizes: a token can have at most all {experts} experts, not {per_token}")
+
+
 def processor() -> str:
     """Return the processor's model name where Linux tells it, else what Python knows (often only ``x86_64``)."""
     cpuinfo = Path("/proc/cpuinfo")

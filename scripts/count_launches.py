@@ -3,7 +3,8 @@
 Every operation that torch dispatches, forward and backward, is counted on the CPU. Views and the allocation of memory
 are none. On an accelerator each is at least one kernel launch. A host synchronization is a value that Python reads
 from a tensor: an accelerator stands still until it is there. The stock experts are transformers' with ``grouped_mm``.
-Where Triton is installed, the backend ``triton`` is counted too: its kernels are counted and not run.
+Where Triton is installed, the backend ``triton`` is counted too: its kernels are counted and not run. torch's profiler,
+which measures the memory, writes lines of its own to stderr.
 
     python scripts/count_launches.py --policies minimal full recompute fp8
     python scripts/count_launches.py --experts 8 --top-k 2 --hidden 512 --inner 1792 --json counts.json

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import mmap
+import multiprocessing
 import sys
 
 import pytest
 from rich.console import Console
 
-from benchmarks import layers
+from benchmarks import few_tokens, layers
 from benchmarks.blocks import Case
 
 
@@ -36,3 +37,20 @@ def test_numbers_below_one_are_refused(
     with pytest.raises(SystemExit, match="2"):
         layers.main()
     assert f"a number of 1 or more is needed, not {wrong!r}" in capsys.readouterr().err
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for benchmark in (layers, few_tokens):
+        monkeypatch.setattr(sys, "argv", ["benchmark", "--sizes", "64", "64", "2", "8"])
+        with pytest.raises(SystemExit, match="2"):
+            benchmark.main()
+        assert "at most all 2 experts, not 8" in capsys.readouterr().err
+
+
+def test_a_process_that_ended_is_named() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with pytest.raises(SystemExit, match="the process of 'bf16' has ended"):
+        layers.answer(ours, "bf16")
