@@ -196,7 +196,7 @@ def _over_rows_in_pieces(
 ) -> Tensor:
     """Return torch's grouped sum over rows; these are gathered and cast piece by piece, or few of them at once.
 
-    Where the gradients' memory is kept, few rows are multiplied into it group by group, as torch does it.
+    Few rows are multiplied group by group into memory of gradients, as torch does it into new memory.
     """
     widths = left_RM.shape[1], right_RN.shape[1]
     gathered = sum(len(rows) * width for rows, width in zip(tokens, widths, strict=True) if rows is not None)
