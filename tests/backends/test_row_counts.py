@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.backends.torch import compute
-from hf_neuron_moe.backends.torch.grouped_products import FEW_ROWS, whole_rows
+from hf_neuron_moe.backends.torch.grouped_products import FEW_ROWS, whole_end, whole_rows
 
 HIDDEN, INNER, EXPERTS = 64, 96, 4
 PRODUCTS = ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise")
@@ -31,7 +31,14 @@ def test_whole_rows_are_few_and_not_many_more() -> None:
         octave = range(1 << power, 2 << power, max((1 << power) // 999, 1))
         assert len({whole_rows(rows) for rows in octave}) <= 33
     for rows in (*range(1, 5000), 99_999):
-        assert whole_rows(rows) % 16 == 0 and rows <= whole_rows(rows) < max(rows + 16, rows * 33 / 32)
+        assert whole_rows(rows) % 8 == 0 and rows <= whole_rows(rows) < max(rows + 8, rows * 17 / 16)
+
+
+def test_products_end_where_those_of_some_run_do() -> None:
+    """Many rows are padded by more than the few of a later run have."""
+    assert whole_end([]) == 0
+    assert whole_end([(0, 0, 3), (2, 3, 9)]) == 11
+    assert whole_end([(0, 0, 2049), (2, 2049, 2050)]) == whole_rows(2049) == 2112
 
 
 def token_counts_of_products(block: torch.nn.Module, x_TH: torch.Tensor, sizes: set[int]) -> Iterator[int]:

@@ -21,7 +21,7 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
     has_ones,
     tokens_operand,
 )
-from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE
+from hf_neuron_moe.backends.torch.grouped_products import ADDED
 
 RowsOf = tuple[Tensor, Tensor | None]  # rows in expert order, or tokens and whose each of these rows is
 
@@ -100,7 +100,7 @@ class DeviceBackward(GroupedBackward):
         """Sum the gradients of gate and up over each group's rows."""
         if self.d_bias_G2I is None:
             return
-        ones = d_gate_up.new_ones((len(d_gate_up), ROW_MULTIPLE))
+        ones = d_gate_up.new_ones((len(d_gate_up), ADDED))
         sums_G2I = grouped_over_rows(ones, d_gate_up, self._runs.ends_G, torch.float32)[:, 0]
         for bias_GI, part in zip(self.d_bias_G2I.chunk(2, dim=1), self._halves(sums_G2I), strict=True):
             bias_GI[:, : part.shape[1]].copy_(part[:, : self.weights.inner])

@@ -72,7 +72,7 @@ class Batch:
         self.part, self.length = slice(self.start, stop), stop - self.start
         self.on_device = rows.on_device
         self.size = self.length if rows.on_device else whole_end(self.runs)
-        """Rows of its buffers: as many more as are multiplied with those of the last run."""
+        """Rows of its buffers: as many more as are multiplied with those of its runs."""
 
     @property
     def room(self) -> slice:
@@ -125,7 +125,7 @@ class Batch:
 
 
 def result_rows(rows: Rows, like_TH: Tensor, dtype: torch.dtype, loader: Loader) -> Tensor:
-    """Return memory of a result of the products: the call's rows, and those that the last run's are padded by.
+    """Return memory of a result of the products: the call's rows, and those that runs at its end are padded by.
 
     It is a buffer where a token's rows are added next.
     """

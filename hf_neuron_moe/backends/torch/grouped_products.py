@@ -33,7 +33,7 @@ from hf_neuron_moe.backends.torch.cpu.matmul import FEW_TOKENS, linear_into
 from hf_neuron_moe.backends.torch.experts import Runs
 from hf_neuron_moe.backends.torch.tiles import Loader
 
-ROW_MULTIPLE = 16  # so many rows are multiplied together at least (:func:`whole_rows`)
+ROW_MULTIPLE = 8  # so many rows are multiplied together at least (:func:`whole_rows`)
 FEW_ROWS = 16  # up to so many rows per group one call for all groups saves more time than the copy of its result costs
 PIECE = 1 << 20  # about so many elements of a weight are cast or quantized at a time, which stay in the caches
 MOST_AT_ONCE = 1 << 21  # elements of a device's weight that are quantized at a time, or half of it
@@ -42,19 +42,20 @@ TILE = 512  # a contraction axis of a multiple of it has the same MX groups wher
 
 
 def whole_rows(rows: int) -> int:
-    """Return how many rows are multiplied together for a group's `rows`: a multiple of 16, for many rows of more.
+    """Return how many rows are multiplied together for a group's `rows`: a multiple of 8, for many rows of more.
 
     oneDNN generates code for each number of rows, which takes as long as the product of some hundred rows, and keeps
     that of its last 1024 shapes. Routing and texts of different lengths make other numbers in every step. Here there
-    are at most 32 between one power of two and the next.
+    are at most 16 between one power of two and the next, from 512 rows on 32.
     """
-    multiple = max(ROW_MULTIPLE, (1 << rows.bit_length()) >> 6)
+    power = 1 << rows.bit_length()
+    multiple = max(ROW_MULTIPLE, min(2 * ROW_MULTIPLE, power >> 5), power >> 6)
     return -(-rows // multiple) * multiple
 
 
 def whole_end(runs: Runs) -> int:
-    """Return where the rows end that are multiplied together with those of the last run; 0 without runs."""
-    return runs[-1][1] + whole_rows(runs[-1][2] - runs[-1][1]) if runs else 0
+    """Return where the rows end that are multiplied together with some run's; 0 without runs."""
+    return max((start + whole_rows(end - start) for _, start, end in runs), default=0)
 
 
 def adds_to_sums(device: torch.device) -> bool:

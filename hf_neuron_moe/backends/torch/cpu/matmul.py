@@ -135,13 +135,12 @@ def matmul_over_rows_into(out: Tensor, left: Tensor, right: Tensor, rows: int, *
 def linear_into(out_RF: Tensor, x_RK: Tensor, weight_FK: Tensor) -> None:
     """``out = x W^T`` of operands that were just made in fp32 and still lie in the caches.
 
-    oneDNN takes any number of rows here. torch's own products change the number of their threads with the shape, for
-    which the others of the process wait, at times for longer than the product takes. All are fp32; rows of `x_RK`
-    beyond those of `out_RF` are left out; `weight_FK` lies row by row or column by column.
+    oneDNN takes any number of rows here, of which the caller has few different ones. torch's own products change the
+    number of their threads with the shape, for which the others of the process wait, at times for longer than the
+    product takes. All are fp32; rows of `x_RK` beyond those of `out_RF` are left out; `weight_FK` lies row by row or
+    column by column.
     """
-    known_rows = len(x_RK) % TOKENS == 0 or len(x_RK) <= FEW_TOKENS
-    large = weight_FK.numel() >= SMALL_WEIGHT
-    if known_rows and large and _rule_for(weight_FK.dtype, weight_FK.device) is not None:
+    if weight_FK.numel() >= SMALL_WEIGHT and _rule_for(weight_FK.dtype, weight_FK.device) is not None:
         out_RF.copy_(_by_onednn(x_RK, weight_FK.t())[: len(out_RF)])
     else:
         torch.mm(x_RK[: len(out_RF)], weight_FK.t(), out=out_RF)
