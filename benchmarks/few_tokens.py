@@ -54,8 +54,8 @@ def without_kernels(step: Callable[[], None]) -> Callable[[], None]:
     return empty
 
 
-def measure(case: Case, tokens: int, repeats: int, *, train: bool) -> dict[str, float]:
-    """Return the median processor seconds of each contestant."""
+def measure(case: Case, tokens: int, repeats: int, *, train: bool) -> dict[str, list[float]]:
+    """Return the processor seconds of each contestant's turns, ascending."""
     blocks = {name: Block(case, torch.float32, name) for name in ("grouped_mm", "eager")}
     blocks["patched"] = patched_block(case, "fp32")
     for block in blocks.values():
@@ -69,12 +69,13 @@ def measure(case: Case, tokens: int, repeats: int, *, train: bool) -> dict[str, 
     for turn in range(repeats + 1):  # the first one warms up
         draw.shuffle(order)
         for name in order:
-            start = time.process_time()
-            steps[name]()
-            if turn:
-                seconds[name].append(time.process_time() - start)
-            blocks[name].zero_grad(set_to_none=True)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+            for taken in (False, True):  # in a model the layer before has run the same code, so one call goes before
+                start = time.process_time()
+                steps[name]()
+                if turn and taken:
+                    seconds[name].append(time.process_time() - start)
+                blocks[name].zero_grad(set_to_none=True)
+    return {name: sorted(values) for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -92,14 +93,19 @@ def main() -> None:
     torch.set_num_threads(1)
     hidden, inner, experts, per_token = asked.sizes
     check_top_k(parser, experts, per_token)
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
     rows = []
     for tokens in asked.tokens:
         case = Case("few", hidden, inner, tokens, experts, per_token)
         found = measure(case, tokens, asked.repeats, train=asked.train)
-        ratio = found["patched"] / min(found["grouped_mm"], found["eager"])
+        median = {name: statistics.median(values) for name, values in found.items()}
+        ratio = median["patched"] / min(median["grouped_mm"], median["eager"])
         rows.append({"tokens": tokens, "seconds": found, "patched_over_best_stock": ratio})
-        times = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in found.items())
-        print(f"{tokens} tokens: {times}; patched over the better stock {ratio:.2f}", flush=True)
+        times = (
+            f"{name} {1e3 * median[name]:.2f} ms ({1e3 * turns[0]:.2f} to {1e3 * turns[-1]:.2f})"
+            for name, turns in found.items()
+        )
+        print(f"{tokens} tokens: {', '.join(times)}; patched over the better stock {ratio:.2f}", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps({"machine": machine(), "sizes": asked.sizes, "rows": rows}, indent=1))
 

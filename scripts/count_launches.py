@@ -36,6 +36,7 @@ from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
 from hf_neuron_moe.backends import get_backend, release_gradient_memory
 from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.spec import BlockSpec, ExpertWeights, Routing, Wants
+from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.formats import elements, group_fp8
 from hf_neuron_moe.formats.constants import E4M3FN
 
@@ -195,13 +196,23 @@ def _peak_bytes(step: Callable[[], None]) -> int:
     return max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=_Raw)
     for name, default in (("experts", 128), ("top-k", 8), ("hidden", 128), ("inner", 128), ("tokens", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--policies", nargs="+", default=["minimal"], help="activation policies (minimal)")
     parser.add_argument("--json", type=Path, help="also write the counts there")
-    return parser
+    chosen = parser.parse_args(given)
+    if min(chosen.experts, chosen.top_k, chosen.hidden, chosen.inner, chosen.tokens) < 1:
+        parser.error("sizes are numbers of 1 or more")
+    if chosen.top_k > chosen.experts:
+        parser.error(f"a token can have at most all {chosen.experts} experts, not {chosen.top_k}")
+    for policy in chosen.policies:
+        try:
+            canonical_keep(policy, "mxfp8")
+        except ConfigError as error:
+            parser.error(str(error))
+    return chosen
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -210,7 +221,7 @@ class _Raw(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
-    chosen = _parser().parse_args(arguments)
+    chosen = _arguments(arguments)
     os.environ.setdefault("HF_NEURON_MOE_GROUPED", "0")  # ``torch`` computes one expert after the other
     layer, rows = Layer(chosen.experts, chosen.hidden, chosen.inner, chosen.tokens, chosen.top_k), []
     rows.append(

@@ -21,6 +21,7 @@ from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN, FUNCTIONS
 from hf_neuron_moe.device.gpus import GPUs, inspect_gpus
+from hf_neuron_moe.environment import OWN, wrong_values
 from hf_neuron_moe.errors import NeuronMoEError
 
 _DATA: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("installed.toml").read_text(encoding="utf-8"))
@@ -75,9 +76,9 @@ class Installation:
     target: tuple[str | None, str]  # "trn2" or "trn3" and where that is known from; None with the reason if it is not
     lnc: tuple[str | None, str]  # physical cores per logical core and where that is known from
     devices: int | None  # logical cores that the runtime offers; None where there is no runtime
-    environment: dict[str, str]  # the variables of ENVIRONMENT that are set
+    environment: dict[str, str]  # the variables of ENVIRONMENT and of this package that are set
     kernels: tuple[Kernel, ...]  # those that this package calls
-    torch_reason: str | None = None  # why backend="torch" cannot run here; None where torch is there
+    torch_reason: str | None = None  # why backend="torch" cannot run here; None where it can
     gpus: GPUs = field(default_factory=GPUs)
 
     @property
@@ -179,9 +180,9 @@ def inspect_installation() -> Installation:
         target=_detected(versions.platform),
         lnc=_detected(versions.agreed_cores),
         devices=devices,
-        environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        environment={name: os.environ[name] for name in (*ENVIRONMENT, *OWN) if name in os.environ},
         kernels=tuple(kernels),
-        torch_reason=None if importlib.util.find_spec("torch") is not None else "torch is not installed",
+        torch_reason=_torch_reason(),
         gpus=inspect_gpus(),
     )
 
@@ -241,6 +242,12 @@ def _package(module: str, name: str) -> Package:
         state = MISSING if version is None and "not installed" in reason else BROKEN
         return Package(name, module, version, state, reason)
     return Package(name, module, version, OK, (versions.pairing() or "") if module == "torch_neuronx" else "")
+
+
+def _torch_reason() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    return " ".join(wrong_values()) or None
 
 
 def _is_placeholder(distribution: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -16,12 +15,10 @@ from torch import distributed as dist
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.torch import compute, generation
-from hf_neuron_moe.errors import ConfigError, RankError, spelled_together
+from hf_neuron_moe.environment import RANK_TIMEOUT, rank_seconds
+from hf_neuron_moe.errors import RankError, spelled_together
 from hf_neuron_moe.patching.report import PatchReport
 
-OPTION = "HF_NEURON_MOE_RANK_TIMEOUT"
-"""Environment variable: the seconds that a rank waits for the others."""
-ANSWER_SECONDS = 600.0  # without it: the others may still be reading their weights; torch gives NCCL as long
 APART_SECONDS = 60.0  # for a rank that was seen to patch another model
 
 # Environment variables that change results or which kernels can run.
@@ -69,12 +66,12 @@ def same_on_all_ranks(
 
     A rank with a `failure` returns, to raise that. Every rank of `group` has to call this; without others it returns at
     once. Without `group` all ranks make a gloo group, so that no accelerator is touched. It waits `timeout` seconds, by
-    default those of :data:`OPTION`, to connect and as long for an answer; a given group has its own time limit. Of
-    several differences the first is named.
+    default :func:`rank_seconds`, to connect and as long for an answer; a given group has its own time limit. Of several
+    differences the first is named.
     """
     if _is_alone() or dist.get_world_size(group) < 2:
         return
-    timeout = _patience() if timeout is None else timeout
+    timeout = rank_seconds() if timeout is None else timeout
     text = "" if failure is None else f"{type(failure).__name__}: {failure}".removesuffix(".")
     said: list[Any] = [None] * dist.get_world_size(group)
     try:
@@ -163,18 +160,10 @@ def _come_together(timeout: float, apart: float) -> None:
         raise error from silence
 
 
-def _patience() -> float:
-    """Return the seconds that a rank waits for the others."""
-    given = os.environ.get(OPTION) or str(ANSWER_SECONDS)
-    with suppress(ValueError):
-        if 0 < float(given) < threading.TIMEOUT_MAX:
-            return float(given)
-    fix = f"Unset it for {ANSWER_SECONDS:g} seconds."
-    raise ConfigError.about(f"the environment variable {OPTION}", "a positive number of seconds", repr(given), fix)
-
-
 def _silent(why: str) -> RankError:
-    fix = f"Look for an error of another rank. All ranks of the job have to make this call. {OPTION} sets the time."
+    fix = (
+        f"Look for an error of another rank. All ranks of the job have to make this call. {RANK_TIMEOUT} sets the time."
+    )
     got = f"no answer on rank {dist.get_rank()} ({why.partition(chr(10))[0]})"
     return RankError.about("every rank", "one that answers in time", got, fix)
 

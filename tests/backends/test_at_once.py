@@ -355,7 +355,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     compute.environment_option.cache_clear()
     monkeypatch.setenv(compute.GROUPED, "")
     try:
-        assert compute.environment_option(compute.GROUPED, "auto", "0", "1") == "auto"
+        assert compute.environment_option(compute.GROUPED) == "auto"
     finally:
         compute.environment_option.cache_clear()
 

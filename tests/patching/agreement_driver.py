@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from hf_neuron_moe import environment
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import DTypeError, NeuronMoEError
 from hf_neuron_moe.patching import ranks
@@ -160,7 +161,7 @@ def dying(rank: int) -> None:
     """Rank 1 is gone before it has planned; the environment says how long the other waits."""
     if rank:
         os._exit(3)
-    os.environ[ranks.OPTION] = str(DYING)
+    os.environ[environment.RANK_TIMEOUT] = str(DYING)
     with ranks.OneAnswer() as answer:
         answer |= facts()
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_neuron_moe import patch_model
+from hf_neuron_moe import environment, patch_model
 from hf_neuron_moe.backends.torch import compute
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.patching import ranks
@@ -108,9 +108,9 @@ def test_a_rank_that_is_gone_ends_the_others_in_time(two: Ranks) -> None:
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "ten"])
 def test_a_time_that_is_none(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ranks.OPTION, given)
-    with refused(ConfigError, f"the environment variable {ranks.OPTION}"):
-        public("patch_model")(ranks._patience)()
+    monkeypatch.setenv(environment.RANK_TIMEOUT, given)
+    with refused(ConfigError, f"the environment variable {environment.RANK_TIMEOUT}"):
+        public("patch_model")(environment.rank_seconds)()
 
 
 def test_alone_there_is_nothing_to_compare() -> None:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe import environment
+from hf_neuron_moe.environment import environment_option
 
 FEW_ROWS = 12
 """Rows per expert up to which a bf16 matrix-vector product beats casting the weights, without bf16 instructions."""
@@ -42,7 +43,7 @@ _IN_BF16 = {
     "bf16": Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=4096),
     "mxfp8": Compute(torch.bfloat16, torch.bfloat16, mx=True, row_chunk=4096),
 }
-OPTION = "HF_NEURON_MOE_BF16_PRODUCTS"
+OPTION = environment.BF16_PRODUCTS
 """Environment variable: ``native`` or ``fp32`` overrides what the processor decides; ``auto`` or unset does not."""
 _BEFORE_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN has no bf16 instructions."""
@@ -75,7 +76,7 @@ def choose_compute(
     return _IN_BF16[precision] if precision != "fp32" and (few or bf16_matmul_is_fast(device)) else _IN_FP32[precision]
 
 
-GROUPED = "HF_NEURON_MOE_GROUPED"
+GROUPED = environment.GROUPED
 """Environment variable: with ``1`` all experts of a layer are computed at once on every device, with ``0`` on none;
 ``auto`` or unset leaves it to device and sizes."""
 MANY_EXPERTS, SMALL_EXPERT, FEW_PAIRS = 32, 1 << 16, 64
@@ -94,14 +95,14 @@ def most_pairs(precision: str) -> int:
 
 def never_waits(device: torch.device) -> bool:
     """Whether the backend ``"torch"`` may read no value of `device` on the host."""
-    option = environment_option(GROUPED, "auto", "0", "1")
+    option = environment_option(GROUPED)
     return device.type != "cpu" if option == "auto" else option == "1"
 
 
 def computes_at_once(precision: str, device: torch.device, experts: int, elements: int, pairs: int = 0) -> bool:
     """Whether the backend ``"torch"`` computes all experts of a layer at once; `elements` of one projection of one."""
     small = experts >= MANY_EXPERTS and elements <= SMALL_EXPERT and pairs <= most_pairs(precision) * experts
-    return never_waits(device) or (small and environment_option(GROUPED, "auto", "0", "1") == "auto")
+    return never_waits(device) or (small and environment_option(GROUPED) == "auto")
 
 
 def bf16_matmul_is_fast(device: torch.device) -> bool:
@@ -110,25 +111,10 @@ def bf16_matmul_is_fast(device: torch.device) -> bool:
     Processor, build and the environment variable :data:`OPTION` decide, never a measurement: all processes of a run,
     and a run and its continuation, compute the same.
     """
-    option = environment_option(OPTION, "auto", "native", "fp32")
+    option = environment_option(OPTION)
     if option != "auto":
         return option == "native"
     return True if device.type != "cpu" else _cpu_bf16_matmul_is_fast()
-
-
-@functools.cache
-@public("the torch backend")
-def environment_option(name: str, *values: str) -> str:
-    """Return the environment variable `name`, which is read once: one of `values`, the first where it has no value."""
-    value = os.environ.get(name) or values[0]
-    if value not in values:
-        raise ConfigError.about(
-            f"the environment variable {name}",
-            " or ".join(map(repr, values)),
-            repr(value),
-            "Unset it, or set one of these before Python starts.",
-        )
-    return value
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from hf_neuron_moe.backends.spec import FFNWeights
 from hf_neuron_moe.backends.torch.compute import (
     bf16_matmul_is_fast,
     call_scratch,
-    environment_option,
     never_waits,
     operands_in_bf16,
 )
@@ -31,8 +30,9 @@ from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward
 from hf_neuron_moe.backends.torch.grouped_products import Operand, PackedWeight
 from hf_neuron_moe.backends.torch.tiles import Loader
+from hf_neuron_moe.environment import GENERATION_COPIES, environment_option
 
-OPTION = "HF_NEURON_MOE_GENERATION_COPIES"
+OPTION = GENERATION_COPIES
 """Environment variable: ``0`` quantizes the weights in every call, ``1`` or unset keeps them quantized."""
 MOST_ROWS_OF_FP32 = 64  # where bf16 products are slow; beyond, tiles of fp32 are faster although they quantize anew
 _ROWS = 1 << 18  # elements that are quantized at a time
@@ -47,14 +47,14 @@ def generation_copies() -> PreparedWeights:
 def holds_copies(backend: str, precision: str, device: torch.device) -> bool:
     """Whether calls without gradients make copies at all; not where all experts are computed at once on every call."""
     here = backend == "torch" and precision == "mxfp8" and not never_waits(device)
-    return here and environment_option(OPTION, "1", "0") == "1"
+    return here and environment_option(OPTION) == "1"
 
 
 def suits(precision: str, rows: int, weight: Tensor) -> bool:
     """Whether a call without gradients reads quantized copies of its weights."""
     most = MOST_ROWS if bf16_matmul_is_fast(weight.device) else MOST_ROWS_OF_FP32
     few = precision == "mxfp8" and 0 < rows <= most and not weight.is_meta
-    return few and environment_option(OPTION, "1", "0") == "1"
+    return few and environment_option(OPTION) == "1"
 
 
 def mlp(x_SH: Tensor, weights: FFNWeights, gating: Gating = SILU) -> Tensor:
