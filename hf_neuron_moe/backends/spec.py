@@ -112,6 +112,6 @@ class BlockCall(NamedTuple):
     def decode(text: str) -> BlockCall:
         """Read what :meth:`encode` wrote."""
         precision, block_size, transposed, interleaved, gate, keep, backend, cache_weights, *layouts = text.split("|")
-        spec = BlockSpec(precision, int(block_size), transposed == "1", Gate.parse(gate), interleaved == "1")
+        spec = BlockSpec(precision, int(block_size), transposed == "1", Gate.read(gate), interleaved == "1")
         layout_pair = tuple(MXLayout.from_key(key) for key in layouts)
         return BlockCall(spec, parse_keep(keep), backend, cache_weights == "1", layout_pair)

@@ -45,4 +45,6 @@ _BY_CLASS: tuple[tuple[type[BaseException], ExitCode], ...] = (
 
 def exit_code_of(error: BaseException) -> ExitCode:
     """Return how a command ends that raised `error`; what no class claims is a defect of this program."""
+    if type(error).__name__ == "SafetensorError" and "I/O error" in str(error):  # in place of an OSError
+        return DISK
     return next((code for kind, code in _BY_CLASS if isinstance(error, kind)), INTERNAL)

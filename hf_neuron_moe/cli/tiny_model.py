@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -29,12 +30,18 @@ def tiny_model(
 
     It has two layers, a tokenizer of one token per byte, and a chat template. Nothing is downloaded.
     """
-    fix = "Name another folder."
+    fix, was_there = "Name another folder.", folder.exists()
     make_folder(folder, fix)
     if any(folder.iterdir()):
         raise DestinationError.about(str(folder), "a new or empty folder", "one with files", fix)
     from hf_neuron_moe.demo.tiny_model import CHAT_TEMPLATE, make_tiny_model
 
     quiet_transformers()
-    make_tiny_model(family, folder, seed, CHAT_TEMPLATE)
+    try:
+        make_tiny_model(family, folder, seed, CHAT_TEMPLATE)
+    except BaseException:
+        shutil.rmtree(folder)
+        if was_there:
+            folder.mkdir()
+        raise
     tell(as_json, {"ok": True, "folder": str(folder)}, f"{folder}: a tiny {family} of random weights")

@@ -18,6 +18,7 @@ from hf_neuron_moe.convert.plan import ConversionPlan, plan_of
 from hf_neuron_moe.convert.result import finished_manifest, write_rest
 from hf_neuron_moe.convert.transaction.commit import (
     check_destination,
+    check_name,
     check_space,
     clear,
     disk_errors,
@@ -33,6 +34,7 @@ from hf_neuron_moe.errors import ConversionError, DestinationError, known_names,
 def check_call(destination: Path, options: ConvertOptions | None, workers: int | None) -> None:
     """Raise ConfigError for a destination, options or a number of threads that is none."""
     check_folder(destination, "destination")
+    check_name(destination)
     threads = workers is None or (is_whole(workers) and workers >= 1)
     fix = "Make one with hf_neuron_moe.convert.ConvertOptions(...)."
     fits = options is None or isinstance(options, ConvertOptions)
@@ -102,7 +104,7 @@ def convert_checkpoint(
                 raise DestinationError.about(str(destination), expected, got, fix)
             check_destination(destination, plan.source.directory, force=force)
         parts = part[1] if part is not None else None
-        with opened(destination, plan, resume=resume, part=part is not None, parts=parts) as job:
+        with opened(destination, plan, force=force, resume=resume, part=part is not None, parts=parts) as job:
             shards = part_of_shards(plan.shards, part)
             _check_space(job, shards)
             made = make_shards(
@@ -111,7 +113,7 @@ def convert_checkpoint(
             if part is not None:
                 job.leave()
                 return None
-            manifest = _commit(plan, job, made, destination)
+            manifest = _commit(plan, job, made, destination, force=force)
     warn_of_losses(manifest)
     return manifest
 
@@ -141,8 +143,9 @@ def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
     check_space(job.home, needed)
 
 
-def _commit(plan: ConversionPlan, job: Job, made: Made, destination: Path) -> Manifest:
+def _commit(plan: ConversionPlan, job: Job, made: Made, destination: Path, *, force: bool) -> Manifest:
     manifest = write_rest(plan, job, made)
+    check_destination(destination, plan.source.directory, force=force)
     take_name(job.home, destination)
     clear(job.home)
     return manifest
@@ -188,7 +191,7 @@ def finalize_checkpoint(
         if (manifest := finished_manifest(plan, destination, force=force)) is not None:
             return manifest
         check_destination(destination, folder, force=force)
-        with opened(destination, plan, resume=True, part=False) as job:
+        with opened(destination, plan, force=force, resume=True, part=False) as job:
             shards = plan.shards
             made = make_shards(
                 plan, job, shards, workers=workers, progress=progress, only_check=True, on_nonfinite="keep"
@@ -202,6 +205,6 @@ def finalize_checkpoint(
                     several = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
                     fix = f"Run `hf-neuron-moe convert` again with --part {', '.join(parts[:8])}{several}"
                 raise ConversionError.about(str(destination), expected, got, f"{fix}; what is finished is kept.")
-            manifest = _commit(plan, job, made, destination)
+            manifest = _commit(plan, job, made, destination, force=force)
     warn_of_losses(manifest)
     return manifest

@@ -32,6 +32,7 @@ from hf_neuron_moe.convert.manifest import (
 )
 from hf_neuron_moe.convert.transaction.commit import (
     check_destination,
+    check_name,
     check_space,
     committed_folder,
     copy_file,
@@ -78,6 +79,7 @@ def export_checkpoint(
     """
     check_folder(converted, "converted")
     check_folder(destination, "destination")
+    check_name(destination)
     check_conversion(converted, "export")
     check_destination(destination, converted, force=None)
     manifest = load_manifest(converted)
@@ -93,7 +95,7 @@ def export_checkpoint(
     step = counting(progress, sum(piece.nbytes for piece in manifest.pieces))
     outputs = [(weight, piece) for weight, pieces in manifest.weights.items() for piece in pieces]
     unchecked = manifest.by_file()
-    with committed_folder(destination) as folder, open_tensors(converted) as reader:
+    with committed_folder(destination, converted) as folder, open_tensors(converted) as reader:
         check_space(folder, sum(piece.nbytes for _, piece in outputs))
         for file, parts in sorted(grouped(outputs, lambda part: part[1].file).items()):
             entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)

@@ -117,7 +117,10 @@ class NeuronBlock(nn.Module):
         """Note the activation and the gate; not through setattr, which would register a second child."""
         activation = None if name is None else self._attribute(name)
         self.__dict__["neuron_activation"] = activation, _state(activation)
-        self.neuron_gate = gate or gate_of(activation) or SWIGLU
+        self._remember_gate(gate or gate_of(activation) or SWIGLU)
+
+    def _remember_gate(self, gate: Gate) -> None:
+        self.neuron_gate, self.neuron_gate_text = gate, gate.text
 
     def _attribute(self, path: str) -> Any:
         *owners, name = path.split(".")

@@ -31,6 +31,7 @@ from hf_neuron_moe.modules.gate_expression import UnknownForm
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_beside
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, halves_together
+from hf_neuron_moe.modules.structure import gate_of_text
 from hf_neuron_moe.precision_map import PrecisionMap
 
 
@@ -169,7 +170,7 @@ def compute_experts(
             activations=keep,
             training=module.training,
             cache_weights=caches_weights(module),
-            gate=form.gate,
+            gate=gate_of_text(form.gate_text),
             interleaved=form.interleaved,
             biases=(biases[0], biases[1]) if form.biased else (None, None),
         )

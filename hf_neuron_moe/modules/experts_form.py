@@ -8,7 +8,7 @@ that transformers calls for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
 from types import CodeType
@@ -49,6 +49,10 @@ class ExpertsForm:
     inputs: tuple[str, ...] = ("gate_up_proj",)  # parameters of gate and up, or of up alone
     down: str = "down_proj"
     experts: str = ""  # attribute that says E, where the parameters' first axis does not
+    gate_text: str = field(init=False)  # for calls that are compiled
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gate_text", self.gate.text)
 
     @property
     def gate_up(self) -> str:

@@ -19,6 +19,9 @@ NAME = "replaced_layers"
 """Attribute of a block in kernel layout."""
 
 
+_AROUND_A_BLOCK = ("peft.utils.other", "ModulesToSaveWrapper")
+
+
 class ReplacedLayers(nn.Module):
     """Holds a stand-in for each replaced linear layer, and lets nothing be put in its place.
 
@@ -37,8 +40,15 @@ class ReplacedLayers(nn.Module):
             level.add_module(name, _ReplacedLinear(block, name, out_features, in_features))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute."""
+        """Set an attribute.
+
+        What peft puts around a whole block for ``modules_to_save`` goes around its namesakes in here, too, and is
+        dropped: they hold nothing to save.
+        """
         if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", ()):
+            kind = (type(value).__module__, type(value).__qualname__)
+            if isinstance(self._modules[name], ReplacedLayers) and kind == _AROUND_A_BLOCK:
+                return
             raise adapters_refused(
                 self.neuron_name, name, with_article(f"{type(value).__module__}.{type(value).__qualname__}")
             )

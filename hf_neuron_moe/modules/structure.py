@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -115,6 +116,15 @@ def act_of(activation: object) -> str | None:
     return next((name for name, row in ACTIVATIONS.items() if row.matches(activation)), None)
 
 
+def gate_of_text(text: str) -> Gate:
+    """Return the gate whose :attr:`Gate.text` is `text`, for a call that may be compiled.
+
+    A compiler that is asked for dynamic sizes takes numbers in a module's attributes for symbols, of which no string
+    can be made. Those read here are constants.
+    """
+    return Gate.read(text) if torch.compiler.is_compiling() else Gate.parse(text)
+
+
 def gate_of(activation: object) -> Gate | None:
     """Return ``activation(gate) * up`` as a gate, or None where no row matches."""
     name = act_of(activation)
@@ -159,16 +169,14 @@ def unsupported_reason_plain_linear(module: Any, *, sharded: bool = False) -> st
         return "a linear layer whose forward is overridden on the instance"
     if has_call_hooks(module):
         return "a linear layer with hooks"
-    weight: Any = module.weight
-    if type(weight) is Tensor and module.__dict__.get("_is_replica"):  # nn.DataParallel gives devices plain tensors
+    if sharded and is_sharded(module.weight):
         return None
-    if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
-        return None
-    if sharded and is_sharded(weight):
-        return None
-    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-        return f"a linear layer whose weight is {with_article(type(weight).__name__)} of {type(weight.data).__name__}"
-    bias: Any = module.bias
-    if bias is not None and (type(bias) is not nn.Parameter or type(bias.data) is not Tensor):
-        return f"a linear layer whose bias is {with_article(type(bias).__name__)} of {type(bias.data).__name__}"
+    for name in ("weight", "bias"):
+        value: Any = getattr(module, name)
+        # torch.func.functional_call puts plain tensors in the parameters' places, nn.DataParallel beside them.
+        lent = type(value) is Tensor and (name in module._parameters or "_is_replica" in module.__dict__)
+        if lent or type(value) is FakeTensor or (value is None and name == "bias"):  # a stand-in has no values
+            continue
+        if type(value) is not nn.Parameter or type(value.data) is not Tensor:
+            return f"a linear layer whose {name} is {with_article(type(value).__name__)} of {type(value.data).__name__}"
     return None

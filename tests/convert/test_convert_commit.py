@@ -5,11 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint
+from hf_neuron_moe.convert import (
+    MANIFEST_FILE,
+    ConvertOptions,
+    commands,
+    convert_checkpoint,
+    export,
+    export_checkpoint,
+    finalize_checkpoint,
+)
 from hf_neuron_moe.convert.io import shard
 from hf_neuron_moe.convert.manifest import FORMAT_VERSION, sealed
 from hf_neuron_moe.convert.transaction import commit, disk
@@ -140,6 +149,74 @@ def test_existing_destination_needs_force_and_must_be_ours(checkpoint, snapshot,
     convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "fused"), force=True)
     assert {path.name for path in tmp_path.iterdir()} == {source.name, "theirs", "dst"}
     assert len(list((tmp_path / "dst").glob("neuron-*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("entered", [commands.opened, commands.write_rest], ids=["before it starts", "at its end"])
+@pytest.mark.parametrize("taker", ["conversion", "folder"])
+def test_a_name_that_another_takes_meanwhile_is_theirs(entered, taker, checkpoint, snapshot, tmp_path, monkeypatch):
+    """A conversion takes hours: one that is not asked to replace anything replaces nothing that came since."""
+    source, destination = checkpoint("llama"), tmp_path / "dst"
+
+    def taken_first(*arguments, **options):
+        monkeypatch.undo()
+        if taker == "folder":
+            destination.mkdir()
+            (destination / "thesis.txt").write_text("years of work")
+        elif entered is commands.opened:
+            convert_checkpoint(source, destination, TWO_SHARDS)
+        else:
+            shutil.copytree(earlier, destination)
+        taken.update(snapshot(destination))
+        return entered(*arguments, **options)
+
+    taken: dict[str, bytes] = {}
+    convert_checkpoint(source, earlier := tmp_path / "earlier", TWO_SHARDS)
+    monkeypatch.setattr(commands, entered.__name__, taken_first)
+    with refused(DestinationError, destination, got="an existing one"):
+        convert_checkpoint(source, destination, OPTIONS)
+    assert taken and snapshot(destination) == taken and not commit.partial_of(destination).exists()
+
+
+def test_force_replaces_no_folder_that_came_meanwhile(checkpoint, snapshot, tmp_path, monkeypatch):
+    source, destination = checkpoint("llama"), tmp_path / "dst"
+    make_rest = commands.write_rest
+
+    def taken_first(*arguments):
+        destination.mkdir()
+        (destination / "thesis.txt").write_text("years of work")
+        return make_rest(*arguments)
+
+    monkeypatch.setattr(commands, "write_rest", taken_first)
+    with refused(DestinationError, destination, got="something without"):
+        convert_checkpoint(source, destination, OPTIONS, force=True)
+    assert snapshot(destination) == {"thesis.txt": b"years of work"}
+
+
+def test_an_export_takes_no_name_that_came_meanwhile(checkpoint, snapshot, tmp_path, monkeypatch):
+    convert_checkpoint(checkpoint("llama"), tmp_path / "dst", OPTIONS)
+
+    def taken_first(*arguments, **options):
+        (tmp_path / "back").mkdir()
+        return side_files(*arguments, **options)
+
+    side_files = export._write_side_files
+    monkeypatch.setattr(export, "_write_side_files", taken_first)
+    with refused(DestinationError, tmp_path / "back", got="an existing one"):
+        export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert snapshot(tmp_path / "back") == {} and not commit.partial_of(tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "n" * 248, "ä" * 124])
+def test_a_destination_needs_a_name(name, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, shown = checkpoint("llama"), name if len(name) > 1 else repr(str(Path(name)))
+    with refused(DestinationError, shown, where="convert"):
+        convert_checkpoint(source, Path(name), OPTIONS)
+    convert_checkpoint(source, Path("n" * 247), OPTIONS)
+    with refused(DestinationError, shown, where="export"):
+        export_checkpoint(Path("n" * 247), Path(name))
+    with refused(DestinationError, shown, where="finalize"):
+        finalize_checkpoint(source, Path(name), OPTIONS)
 
 
 def test_leftover_of_a_killed_run_is_cleared_but_nothing_else(checkpoint, tmp_path):

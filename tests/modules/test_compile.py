@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_neuron_moe import patch_model
@@ -30,6 +31,20 @@ def test_a_patched_model_is_one_graph(family: str, home: str) -> None:
     expected = model(tokens()).logits
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(tokens()).logits, expected)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("family", "adapters"), [("gpt_oss", False), ("llama", False), ("llama", True)])
+def test_dynamic_sizes_are_one_graph(family: str, adapters: bool) -> None:
+    """Numbers of the gate are symbols to such a compiler, as are sizes."""
+    model = tiny_model(family)
+    patch_model(model)
+    if adapters:
+        get_peft_model(model, LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]))
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for length in (tokens().shape[1], 5):
+        ids = tokens()[:, :length]
+        assert torch.equal(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
 def test_the_registered_implementation_is_one_graph() -> None:

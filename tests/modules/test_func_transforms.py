@@ -51,6 +51,29 @@ def test_a_dense_block_in_the_kernel_home_refuses_too() -> None:
     assert vmap(lambda x: x * block(torch.ones(2, 32)).sum())(torch.ones(3)).shape == (3,)  # the block is outside of it
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_dense_block_refuses_too(transform: str) -> None:
+    model = tiny_model("llama")
+    patch_model(model)
+    block, x = model.model.layers[0].mlp, torch.randn(3, 32)
+    params = {name: value.detach() for name, value in block.named_parameters()}
+    with refused(GradientError, "every argument", where="swiglu_mlp"):
+        TRANSFORMS[transform](lambda values: functional_call(block, values, (x,)).square().sum(), params)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dense_block_computes_with_tensors_that_stand_for_parameters(training: bool) -> None:
+    model = tiny_model("llama").train(training)
+    patch_model(model, {"precision": "mxfp8"})
+    block, x = model.model.layers[0].mlp, torch.randn(3, 32)
+    doubled = {name: 2 * value.detach() for name, value in block.named_parameters()}
+    found = functional_call(block, doubled, (x,))
+    with torch.no_grad():
+        for name, value in block.named_parameters():
+            value.copy_(doubled[name])
+    assert found.equal(block(x)) and not found.equal(2 * block(x))
+
+
 def test_a_dense_block_with_adapters_refuses_too() -> None:
     model = tiny_model("llama")
     patch_model(model)

@@ -263,6 +263,26 @@ def test_other_adapters_on_replaced_layers_are_refused_alike(kind: type[PeftConf
         get_peft_model(model, kind(target_modules=target, **options))
 
 
+@pytest.mark.parametrize("name", ["mlp", "layers.1.mlp"])
+def test_a_whole_block_is_trained_beside_adapters(name: str, tmp_path: Path) -> None:
+    found = []
+    for patched in (True, False):
+        model = tiny_model("llama")
+        if patched:
+            patch_model(model, {"precision": "fp32", "weights": "kernel"})
+        torch.manual_seed(1)
+        wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=[name])).train()
+        optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
+        wrapped(tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        wrapped.save_pretrained(tmp_path / str(patched))
+        found.append(wrapped.eval()(tokens()).logits)
+        found.append(PeftModel.from_pretrained(tiny_model("llama"), tmp_path / str(patched)).eval()(tokens()).logits)
+    for other in found[:3]:  # sums of fp32 in another order
+        torch.testing.assert_close(other, found[3], rtol=1e-4, atol=1e-5)
+    assert not found[3].allclose(tiny_model("llama").eval()(tokens()).logits, rtol=1e-3)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_adapters_on_all_linear_layers_of_experts_fit_the_stock_model(family: str, tmp_path: Path) -> None:
     stock = tiny_model(family)

@@ -27,12 +27,19 @@ from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import DestinationError, DiskError
 
 MARKER_FILE = ".hf-neuron-moe-partial"  # In every partial folder, so that only folders of ours are ever cleared away
+SUFFIX = ".partial"
+LONGEST_NAME = 255 - len(SUFFIX)  # bytes, on the usual file systems
 FOLDER = "folder"
 OLD = "old"
 
 
 def check_destination(destination: Path, source: Path, *, force: bool | None) -> None:
-    """Refuse a destination that cannot be written, before any work is done; a `force` of None has no such option."""
+    """Refuse a destination that cannot be written; a `force` of None has no such option.
+
+    It is called before any work is done, when other processes are kept out, and before the name is taken: all may take
+    hours, in which another folder may come to have that name.
+    """
+    check_name(destination)
     home, target, partial = source.resolve(), destination.resolve(), partial_of(destination)
     taken = destination.exists() or destination.is_symlink()
     if target == home or home in target.parents or target in home.parents:
@@ -56,16 +63,33 @@ def check_destination(destination: Path, source: Path, *, force: bool | None) ->
     raise DestinationError.about(str(destination), *rule)
 
 
+def check_name(destination: Path) -> None:
+    """Refuse what has no name of its own, next to which another folder could be made."""
+    if not destination.name:
+        got = "the root folder" if destination.is_absolute() else "an empty name or the current folder"
+        fix = "Name a folder that does not exist yet; a shell's variable may be empty."
+        raise DestinationError.about(repr(str(destination)), "the name of a folder", got, fix)
+    size = len(os.fsencode(destination.name))
+    if size > LONGEST_NAME:
+        expected = f"a name of at most {LONGEST_NAME} bytes, as {SUFFIX} is added while the folder is made"
+        raise DestinationError.about(str(destination), expected, f"one of {size}", "Choose a shorter one.")
+
+
 @contextmanager
-def committed_folder(destination: Path) -> Iterator[Path]:
-    """Give a folder to fill with synced files, which becomes `destination` when the block ends without an exception."""
+def committed_folder(destination: Path, source: Path) -> Iterator[Path]:
+    """Give a folder to fill with synced files, which becomes `destination` when the block ends without an exception.
+
+    It must not exist. `source` is what the files are made of.
+    """
     home = partial_of(destination)
     with disk_errors(destination), held(home, destination):
         try:
+            check_destination(destination, source, force=None)
             empty(home)
             disk.create(home / MARKER_FILE).close()
             disk.make_folder(home / FOLDER)
             yield home / FOLDER
+            check_destination(destination, source, force=None)
             take_name(home, destination)
             clear(home)
         except BaseException:
@@ -75,7 +99,7 @@ def committed_folder(destination: Path) -> Iterator[Path]:
 
 def partial_of(destination: Path) -> Path:
     """The folder in which `destination` is made."""
-    return destination.with_name(destination.name + ".partial")
+    return destination.with_name(destination.name + SUFFIX)
 
 
 def check_space(folder: Path, needed: int) -> None:

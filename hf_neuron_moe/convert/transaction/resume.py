@@ -153,7 +153,7 @@ class Job:
 
 @contextmanager
 def opened(
-    destination: Path, plan: ConversionPlan, *, resume: bool, part: bool, parts: int | None = None
+    destination: Path, plan: ConversionPlan, *, force: bool, resume: bool, part: bool, parts: int | None = None
 ) -> Iterator[Job]:
     """Hold the partial folder of a conversion: a new one, or one of the same conversion that is to be continued.
 
@@ -165,6 +165,7 @@ def opened(
         try:
             content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
             commit.put_back(job.home, destination)
+            commit.check_destination(destination, plan.source.directory, force=force)
             found = job.marker() if resume or part else None
             if found is not None:
                 _check_same(found, content, destination)
