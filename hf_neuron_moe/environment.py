@@ -51,12 +51,12 @@ def rank_seconds() -> float:
     )
 
 
-def wrong_values() -> list[str]:
-    """Return what is wrong with the variables that are set."""
-    found = []
+def wrong_values() -> dict[str, str]:
+    """Return what is wrong with the variables that are set, by their names."""
+    found = {}
     for name in OWN:
         try:
             rank_seconds() if name == RANK_TIMEOUT else _read(name)
         except ConfigError as error:
-            found.append(str(error))
+            found[name] = str(error)
     return found

@@ -205,6 +205,10 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     chosen = parser.parse_args(given)
     if min(chosen.experts, chosen.top_k, chosen.hidden, chosen.inner, chosen.tokens) < 1:
         parser.error("sizes are numbers of 1 or more")
+    if chosen.hidden % 8 or chosen.inner % 8:
+        parser.error("--hidden and --inner are multiples of 8, as the stock experts' product needs them")
+    if chosen.json is not None and not chosen.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {chosen.json.parent}")
     if chosen.top_k > chosen.experts:
         parser.error(f"a token can have at most all {chosen.experts} experts, not {chosen.top_k}")
     for policy in chosen.policies:

@@ -43,6 +43,8 @@ def show_installation(found: Installation, kinds: Collection[str] = ()) -> None:
     typer.echo(f"LNC (physical cores per logical core) {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
     for name, value in found.environment.items():
         typer.echo(f"{name}={value}")
+    for wrong in found.wrong_variables:
+        typer.echo(f"wrong: {wrong}")
     wanted = tuple(start for kind in kinds or _NEEDS_OF_KIND for start in _NEEDS_OF_KIND[kind])
     kernels = [kernel for kernel in found.kernels if kernel.need.startswith(wanted) or kernel.need in _OF_BOTH]
     cells = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in kernels]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +30,7 @@ def tiny_model(
 
     It has two layers, a tokenizer of one token per byte, and a chat template. Nothing is downloaded.
     """
-    fix, was_there = "Name another folder.", folder.exists()
+    fix, missing = "Name another folder.", [path for path in (folder, *folder.parents) if not path.exists()]
     make_folder(folder, fix)
     if any(folder.iterdir()):
         raise DestinationError.about(str(folder), "a new or empty folder", "one with files", fix)
@@ -40,8 +40,10 @@ def tiny_model(
     try:
         make_tiny_model(family, folder, seed, CHAT_TEMPLATE)
     except BaseException:
-        shutil.rmtree(folder)
-        if was_there:
-            folder.mkdir()
+        with suppress(OSError):
+            for path in folder.iterdir():
+                path.unlink()
+            for made in missing:
+                made.rmdir()
         raise
     tell(as_json, {"ok": True, "folder": str(folder)}, f"{folder}: a tiny {family} of random weights")

@@ -21,7 +21,7 @@ from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN, FUNCTIONS
 from hf_neuron_moe.device.gpus import GPUs, inspect_gpus
-from hf_neuron_moe.environment import OWN, wrong_values
+from hf_neuron_moe.environment import OWN, VALUES, wrong_values
 from hf_neuron_moe.errors import NeuronMoEError
 
 _DATA: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("installed.toml").read_text(encoding="utf-8"))
@@ -79,6 +79,7 @@ class Installation:
     environment: dict[str, str]  # the variables of ENVIRONMENT and of this package that are set
     kernels: tuple[Kernel, ...]  # those that this package calls
     torch_reason: str | None = None  # why backend="torch" cannot run here; None where it can
+    wrong_variables: tuple[str, ...] = ()  # what is wrong with those of this package
     gpus: GPUs = field(default_factory=GPUs)
 
     @property
@@ -183,6 +184,7 @@ def inspect_installation() -> Installation:
         environment={name: os.environ[name] for name in (*ENVIRONMENT, *OWN) if name in os.environ},
         kernels=tuple(kernels),
         torch_reason=_torch_reason(),
+        wrong_variables=tuple(wrong_values().values()),
         gpus=inspect_gpus(),
     )
 
@@ -247,7 +249,7 @@ def _package(module: str, name: str) -> Package:
 def _torch_reason() -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    return " ".join(wrong_values()) or None
+    return next((why for name, why in wrong_values().items() if name in VALUES), None)
 
 
 def _is_placeholder(distribution: str) -> bool:

@@ -177,6 +177,8 @@ def unsupported_reason_plain_linear(module: Any, *, sharded: bool = False) -> st
         lent = type(value) is Tensor and (name in module._parameters or "_is_replica" in module.__dict__)
         if lent or type(value) is FakeTensor or (value is None and name == "bias"):  # a stand-in has no values
             continue
+        if not isinstance(value, Tensor):
+            return f"a linear layer without a {name}"
         if type(value) is not nn.Parameter or type(value.data) is not Tensor:
             return f"a linear layer whose {name} is {with_article(type(value).__name__)} of {type(value.data).__name__}"
     return None

@@ -243,20 +243,24 @@ def test_the_variable_that_is_wrong_is_named(run, monkeypatch):
     assert "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS" in shown
 
 
-def test_values_that_the_torch_backend_refuses_are_told(run, monkeypatch):
+def test_wrong_values_of_variables_are_told(run, monkeypatch):
     for name, value in (("GROUPED", "banana"), ("RANK_TIMEOUT", "-1")):
         monkeypatch.setenv(f"HF_NEURON_MOE_{name}", value)
     result = run("doctor")
     (line,) = (line for line in result.out.splitlines() if line.startswith('backend="torch" can run here: '))
     assert line == (
         "backend=\"torch\" can run here: no: the environment variable HF_NEURON_MOE_GROUPED must be 'auto' or '0' or "
-        "'1', got 'banana'. Unset it, or set one of these before Python starts. the environment variable "
-        "HF_NEURON_MOE_RANK_TIMEOUT must be a positive number of seconds, got '-1'. Unset it for 600 seconds."
+        "'1', got 'banana'. Unset it, or set one of these before Python starts."
     )
     assert "HF_NEURON_MOE_GROUPED=banana" in result.out.splitlines()
     monkeypatch.setenv("HF_NEURON_MOE_GROUPED", "1")
-    monkeypatch.delenv("HF_NEURON_MOE_RANK_TIMEOUT")
-    assert json.loads(run("doctor", "--json").out)["torch_reason"] is None
+    found = json.loads(run("doctor", "--json").out)
+    assert found["torch_reason"] is None, "one process needs no time limit"
+    assert found["wrong_variables"] == [
+        "the environment variable HF_NEURON_MOE_RANK_TIMEOUT must be a positive number of seconds, got '-1'. Unset it "
+        "for 600 seconds."
+    ]
+    assert f"wrong: {found['wrong_variables'][0]}" in run("doctor").out.splitlines()
 
 
 def test_doctor_judges_the_blocks_of_a_conversion(run, tmp_path):

@@ -192,6 +192,50 @@ def test_force_replaces_no_folder_that_came_meanwhile(checkpoint, snapshot, tmp_
     assert snapshot(destination) == {"thesis.txt": b"years of work"}
 
 
+def test_a_partial_folder_that_came_meanwhile_stays(checkpoint, snapshot, tmp_path, monkeypatch):
+    source, partial = checkpoint("llama"), tmp_path / "dst.partial"
+
+    def taken_first(*arguments, **options):
+        partial.mkdir(exist_ok=True)
+        (partial / "thesis.txt").write_text("years of work")
+        return entered(*arguments, **options)
+
+    entered = commands.opened
+    monkeypatch.setattr(commands, "opened", taken_first)
+    with refused(DestinationError, tmp_path / "dst", got="a folder of that name"):
+        convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+    assert snapshot(partial) == {"thesis.txt": b"years of work"}
+
+
+def test_half_a_replacement_is_finished_by_who_may_replace(checkpoint, snapshot, tmp_path, monkeypatch):
+    """A run with force is killed between its two renames; the folder that it made is still there for another."""
+    source, destination = checkpoint("llama"), tmp_path / "dst"
+    convert_checkpoint(source, destination, TWO_SHARDS)
+    earlier, partial = snapshot(destination), commit.partial_of(destination)
+    with monkeypatch.context() as killed:
+        killed.setattr(disk, "exchange", lambda *_: False)
+        killed.setattr(commit, "give_up", lambda *_: None)
+        rename, names = disk.rename, []
+
+        def once(old, new):
+            if new == destination and names:
+                raise KeyboardInterrupt
+            names.append(new)
+            rename(old, new)
+
+        killed.setattr(disk, "rename", lambda old, new: once(old, new) if partial in old.parents else rename(old, new))
+        names.append(None)
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(source, destination, OPTIONS, force=True)
+    assert not destination.exists() and (partial / commit.OLD).is_dir() and (partial / commit.FOLDER).is_dir()
+    for options in ({}, {"resume": True}):
+        with refused(DestinationError, destination, got="an existing one" if not options else "one of others"):
+            convert_checkpoint(source, destination, OPTIONS, **options)
+        assert snapshot(destination) == earlier and (partial / commit.FOLDER).is_dir()
+    convert_checkpoint(source, destination, OPTIONS, force=True, resume=True)
+    assert snapshot(destination) != earlier and not partial.exists()
+
+
 def test_an_export_takes_no_name_that_came_meanwhile(checkpoint, snapshot, tmp_path, monkeypatch):
     convert_checkpoint(checkpoint("llama"), tmp_path / "dst", OPTIONS)
 
@@ -206,10 +250,10 @@ def test_an_export_takes_no_name_that_came_meanwhile(checkpoint, snapshot, tmp_p
     assert snapshot(tmp_path / "back") == {} and not commit.partial_of(tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("name", ["", ".", "/", "n" * 248, "ä" * 124])
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "n" * 248, "ä" * 124])
 def test_a_destination_needs_a_name(name, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source, shown = checkpoint("llama"), name if len(name) > 1 else repr(str(Path(name)))
+    source, shown = checkpoint("llama"), name if len(name) > 2 else repr(str(Path(name)))
     with refused(DestinationError, shown, where="convert"):
         convert_checkpoint(source, Path(name), OPTIONS)
     convert_checkpoint(source, Path("n" * 247), OPTIONS)

@@ -11,6 +11,8 @@ import pytest
     [
         (["--experts", "0"], "sizes are numbers of 1 or more"),
         (["--top-k", "9", "--experts", "4"], "a token can have at most all 4 experts, not 9"),
+        (["--inner", "33"], "--hidden and --inner are multiples of 8"),
+        (["--json", "nowhere/counts.json"], "there is no folder nowhere"),
         (["--policies", "minimal", "everything"], "'everything'"),
     ],
 )

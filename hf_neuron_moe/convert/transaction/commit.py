@@ -63,10 +63,25 @@ def check_destination(destination: Path, source: Path, *, force: bool | None) ->
     raise DestinationError.about(str(destination), *rule)
 
 
+def enter(home: Path, destination: Path, source: Path, *, force: bool | None) -> None:
+    """Check the destination again where other processes are kept out of `home`.
+
+    What lies in there stays if that fails. Half a replacement is undone first: then the earlier conversion counts.
+    """
+    try:
+        check_destination(destination, source, force=force)
+        put_back(home, destination)
+        check_destination(destination, source, force=force)
+    except DestinationError:
+        with suppress(OSError):
+            disk.remove_folder(home)  # which is empty, or it was there before
+        raise
+
+
 def check_name(destination: Path) -> None:
     """Refuse what has no name of its own, next to which another folder could be made."""
-    if not destination.name:
-        got = "the root folder" if destination.is_absolute() else "an empty name or the current folder"
+    if destination.name in ("", ".."):
+        got = "the root folder" if destination == destination.parent != Path() else "an empty name, '.' or '..'"
         fix = "Name a folder that does not exist yet; a shell's variable may be empty."
         raise DestinationError.about(repr(str(destination)), "the name of a folder", got, fix)
     size = len(os.fsencode(destination.name))
@@ -83,8 +98,8 @@ def committed_folder(destination: Path, source: Path) -> Iterator[Path]:
     """
     home = partial_of(destination)
     with disk_errors(destination), held(home, destination):
+        enter(home, destination, source, force=None)
         try:
-            check_destination(destination, source, force=None)
             empty(home)
             disk.create(home / MARKER_FILE).close()
             disk.make_folder(home / FOLDER)

@@ -162,10 +162,9 @@ def opened(
     """
     job = Job(destination)
     with commit.held(job.home, destination, shared=part):
+        commit.enter(job.home, destination, plan.source.directory, force=force)
         try:
             content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
-            commit.put_back(job.home, destination)
-            commit.check_destination(destination, plan.source.directory, force=force)
             found = job.marker() if resume or part else None
             if found is not None:
                 _check_same(found, content, destination)
