@@ -31,6 +31,7 @@ class SafeCheckpointMixin(ShardedCheckpointMixin):
     * ``train(resume_from_checkpoint=True)`` takes the complete checkpoint that was written last. A path is taken if the
       folder is complete or was written without marks (by the stock Trainer).
     * ``save_total_limit`` counts complete checkpoints, and the last complete one is never removed.
+    * A run that has ended trains nothing when it is resumed; the stock Trainer looks at its end after a step only.
     * Weights with NaN or infinity are neither trained nor written: the run stops before its first step, or before the
       folder is made.
     """
@@ -49,6 +50,12 @@ class SafeCheckpointMixin(ShardedCheckpointMixin):
         elif self.model is not None and getattr(self, "model_init", None) is None:
             self._check_finite("train")
         return super().train(resume, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as the Trainer does, if its weights are finite."""

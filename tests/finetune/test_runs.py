@@ -263,6 +263,20 @@ def test_adapters_that_peft_moves_onto_experts_are_resumed(
 
 
 @pytest.mark.slow
+def test_a_run_that_ended_within_an_epoch_trains_nothing_more(models: dict[str, Path], tmp_path: Path) -> None:
+    out, told = tmp_path / "out", list[str]()
+    keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "per_device_train_batch_size": 1}
+    given = functools.partial(words, models["llama"], write(tmp_path, 4 * ROWS["text"]), out, **keys)
+    finetune(read_options(given()))
+    written = {name: (out / name).read_bytes() for name in ("model.safetensors", "train_results.json")}
+    assert "train_loss" not in finetune(read_options(given(resume_from_checkpoint="auto")), told.append)
+    assert "nothing was left to train: the checkpoint is of step 1, the last one" in told
+    assert {name: (out / name).read_bytes() for name in written} == written
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert (state["global_step"], state["epoch"] < 1, (out / "checkpoint-2").exists()) == (1, True, False)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_not_resumed(models: dict[str, Path], tmp_path: Path) -> None:
     file, full, lora = write(tmp_path, ROWS["text"]), tmp_path / "full", tmp_path / "lora"
     keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
