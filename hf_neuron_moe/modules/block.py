@@ -23,7 +23,14 @@ from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.own_forward import check_own_forward
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.structure import ACTIVATIONS, CALL_HOOKS, gate_of, has_call_hooks, unsupported_activation
+from hf_neuron_moe.modules.structure import (
+    ACTIVATIONS,
+    CALL_HOOKS,
+    gate_of,
+    gate_of_text,
+    has_call_hooks,
+    unsupported_activation,
+)
 
 OWN_COPY = ("_parameters", "_buffers", "_modules")
 """Attributes of ``nn.Module`` that a replacement has copies of."""
@@ -117,10 +124,16 @@ class NeuronBlock(nn.Module):
         """Note the activation and the gate; not through setattr, which would register a second child."""
         activation = None if name is None else self._attribute(name)
         self.__dict__["neuron_activation"] = activation, _state(activation)
-        self._remember_gate(gate or gate_of(activation) or SWIGLU)
+        self.neuron_gate = gate or gate_of(activation) or SWIGLU
 
-    def _remember_gate(self, gate: Gate) -> None:
-        self.neuron_gate, self.neuron_gate_text = gate, gate.text
+    @property
+    def neuron_gate(self) -> Gate:
+        """What the block computes between its products; held as text, see :func:`gate_of_text`."""
+        return gate_of_text(self.neuron_gate_text)
+
+    @neuron_gate.setter
+    def neuron_gate(self, gate: Gate) -> None:
+        self.neuron_gate_text = gate.text
 
     def _attribute(self, path: str) -> Any:
         *owners, name = path.split(".")

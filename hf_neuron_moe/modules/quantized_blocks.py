@@ -29,7 +29,6 @@ from hf_neuron_moe.modules.experts_form import ExpertsForm, check_constants, rea
 from hf_neuron_moe.modules.quantized_ops import quantized_network
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import halves_together
-from hf_neuron_moe.modules.structure import gate_of_text
 from hf_neuron_moe.modules.swiglu_mlp import three_biases
 
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
@@ -142,7 +141,7 @@ class QuantizedBlock(NeuronBlock):
             gate_up, gate_up_scales = gate_up[: len(down)], gate_up_scales[: len(down)]
         layouts, biases = self.neuron_layouts, () if form is None else map(self.get_buffer, form.biases)
         codes = (gate_up, gate_up_scales, down, down_scales)
-        stack = MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], gate_of_text(self.neuron_gate_text), *biases)
+        stack = MXExpertStack(*codes, layouts[GATE_UP], layouts[DOWN], self.neuron_gate, *biases)
         roles = self.neuron_roles
         return stack if roles is None or not roles.biased else self._with_biases(stack, roles)
 

@@ -38,7 +38,6 @@ from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS, Repla
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.structure import (
-    gate_of_text,
     has_call_hooks,
     unsupported_activation,
     unsupported_reason_plain_linear,
@@ -60,7 +59,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_adapted = False
         self.neuron_merged: list[tuple[str, str]] = []
         self._remember_activation(roles.activation)
-        self._remember_gate(roles.gate)
+        self.neuron_gate = roles.gate
         self.neuron_surrounded = roles.surrounded
 
     @property
@@ -177,7 +176,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         options: dict[str, Any] = {
             "precision": config.precision,
-            "gate": gate_of_text(self.neuron_gate_text),
+            "gate": self.neuron_gate,
             "backend": self._call_backend(x_SH.shape[0]),
             "activations": self.neuron_keep,
             "training": self.training,
