@@ -1,4 +1,4 @@
-"""The environment variables of this package but those of the Neuron stack, and what they may hold. Loads no torch."""
+"""The package's environment variables, except HF_NEURON_MOE_LNC, and what they may hold. Loads no torch."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ from hf_neuron_moe.formats.constants import E4M3FN
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "bincount", "unique_consecutive", "_unique2", "masked_select"}
 ALLOCATIONS = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+PRECISIONS = ("bf16", "mxfp8", "fp32")
 QUESTIONS = {"_is_mkldnn_bf16_supported"}  # to the processor, once per process
 
 
@@ -213,7 +214,8 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
         parser.error(f"a token can have at most all {chosen.experts} experts, not {chosen.top_k}")
     for policy in chosen.policies:
         try:
-            canonical_keep(policy, "mxfp8")
+            for precision in PRECISIONS:
+                canonical_keep(policy, precision)
         except ConfigError as error:
             parser.error(str(error))
     return chosen
@@ -233,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     backends = ("torch", "torch-grouped", *(("triton",) if importlib.util.find_spec("triton") else ()))
     for backend in backends:
-        for precision in ("bf16", "mxfp8", "fp32"):
+        for precision in PRECISIONS:
             for policy in chosen.policies:
                 kinds = {"accelerator": backend != "torch", "triton": backend == "triton", "memory": True}
                 found = counted(layer.patched(backend, precision, policy), **kinds)

@@ -17,9 +17,7 @@ from hf_neuron_moe.errors import NeuronMoEError, UnsupportedModelError, with_art
 
 NAME = "replaced_layers"
 """Attribute of a block in kernel layout."""
-
-
-_AROUND_A_BLOCK = ("peft.utils.other", "ModulesToSaveWrapper")
+_AROUND_A_BLOCK = "peft.utils.other.ModulesToSaveWrapper"
 
 
 class ReplacedLayers(nn.Module):
@@ -46,12 +44,10 @@ class ReplacedLayers(nn.Module):
         dropped: they hold nothing to save.
         """
         if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", ()):
-            kind = (type(value).__module__, type(value).__qualname__)
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
             if isinstance(self._modules[name], ReplacedLayers) and kind == _AROUND_A_BLOCK:
                 return
-            raise adapters_refused(
-                self.neuron_name, name, with_article(f"{type(value).__module__}.{type(value).__qualname__}")
-            )
+            raise adapters_refused(self.neuron_name, name, with_article(kind))
         super().__setattr__(name, value)
 
 

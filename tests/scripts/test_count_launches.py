@@ -14,6 +14,7 @@ import pytest
         (["--inner", "33"], "--hidden and --inner are multiples of 8"),
         (["--json", "nowhere/counts.json"], "there is no folder nowhere"),
         (["--policies", "minimal", "everything"], "'everything'"),
+        (["--policies", "gate_act"], "gate_act"),  # which mxfp8 alone has
     ],
 )
 def test_wrong_arguments_are_answered(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
