@@ -181,7 +181,8 @@ def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtyp
     """Return torch's grouped product; operands of another dtype than it are cast piece by piece."""
     if left_RK.dtype == weight_GNK.dtype == dtype:
         product_RN = F.grouped_mm(left_RK, weight_GNK.transpose(1, 2), offs=ends_G)
-        product_RN[int(ends_G[-1]) :].zero_()
+        if (end := int(ends_G[-1])) < len(product_RN):
+            product_RN[end:].zero_()
         return product_RN
     product_RN = left_RK.new_empty((len(left_RK), weight_GNK.shape[1]), dtype=dtype)
     for groups, rows, offsets in _pieces_of_groups(ends_G, weight_GNK[0].numel()):
@@ -194,33 +195,38 @@ def _product_in_pieces(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtyp
 def _over_rows_in_pieces(
     left_RM: Tensor, right_RN: Tensor, ends_G: Tensor, dtype: torch.dtype, tokens: _Tokens
 ) -> Tensor:
-    """Return torch's grouped sum over rows; these are gathered and cast piece by piece, or few of them at once.
+    """Return sums over few rows per group, multiplied in turn into memory of gradients.
 
-    Few rows are multiplied group by group into memory of gradients, as torch does it into new memory.
+    Rows are gathered and cast for as many groups as stay in the caches.
     """
-    widths = left_RM.shape[1], right_RN.shape[1]
-    gathered = sum(len(rows) * width for rows, width in zip(tokens, widths, strict=True) if rows is not None)
+    widths, runs = (left_RM.shape[1], right_RN.shape[1]), _host_runs(ends_G)
     out_GMN = gradient_memory().empty((len(ends_G), *widths), dtype, left_RM.device)
-    if gathered <= GATHERED and left_RM.dtype == right_RN.dtype == dtype:
-        left, right = _rows((left_RM, right_RN), tokens, slice(None))
-        return _sums_of_few(left, right, _host_runs(ends_G), out_GMN)
-    out_GMN.zero_()
-    for groups, rows, offsets in _pieces_of_groups(ends_G, out_GMN[0].numel()):
-        left, right = _rows((left_RM, right_RN), tokens, rows)
-        out_GMN[groups].copy_(F.grouped_mm(left.to(dtype).t(), right.to(dtype), offs=offsets))
+    out, busy = out_GMN.unbind(0), {group for group, _, _ in runs}
+    if len(busy) < len(out):
+        torch._foreach_zero_([part for group, part in enumerate(out) if group not in busy])
+    copied = [
+        part.shape[1]
+        for part, rows in zip((left_RM, right_RN), tokens, strict=True)
+        if rows is not None or part.dtype != dtype
+    ]
+    for piece in _pieces_of_runs(runs, GATHERED // max(sum(copied), 1)):
+        left, right = _rows((left_RM, right_RN), tokens, slice(piece[0][1], piece[-1][2]))
+        sizes = [end - start for _, start, end in piece]
+        rows = zip(left.to(dtype).t().split(sizes, 1), right.to(dtype).split(sizes), strict=True)
+        for (group, _, _), operands in zip(piece, rows, strict=True):
+            torch.mm(*operands, out=out[group])
     return out_GMN
 
 
-def _sums_of_few(left_RM: Tensor, right_RN: Tensor, runs: Runs, out_GMN: Tensor) -> Tensor:
-    out, end = out_GMN.unbind(0), runs[-1][2] if runs else 0
-    idle, sizes = set(range(len(out))), [end - start for _, start, end in runs]
-    rows = zip(left_RM[:end].t().split(sizes, 1), right_RN[:end].split(sizes), strict=True)
-    for (group, _, _), (left, right) in zip(runs, rows, strict=True):
-        torch.mm(left, right, out=out[group])
-        idle.remove(group)
-    if idle:
-        torch._foreach_zero_([out[group] for group in sorted(idle)])
-    return out_GMN
+def _pieces_of_runs(runs: Runs, rows: int) -> Iterator[Runs]:
+    """Cut runs into pieces of at most so many rows, or one run."""
+    first = 0
+    for number, (_, _, end) in enumerate(runs):
+        if number > first and end - runs[first][1] > rows:
+            yield runs[first:number]
+            first = number
+    if runs:
+        yield runs[first:]
 
 
 def _pieces_of_groups(ends_G: Tensor, elements: int) -> Iterator[tuple[slice, slice, Tensor]]:

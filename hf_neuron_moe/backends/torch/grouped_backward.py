@@ -128,7 +128,11 @@ class GroupedBackward(BlockBackward):
         """Fill a chunk's rows of both results; `d_int`, fp32, is overwritten."""
         loader, scratch, shape, part = self.loader, self.loader.scratch, tuple(d_int.shape), batch.global_part(chunk)
         gate, up = pre.values(chunk, rounded=True)
-        results = scratch.get("inner_grads", (3, *shape), torch.float32)
+        halves = self._halves(d_gate_up)
+        in_place = batch.on_device is not None and not self._in_pairs and d_gate_up.dtype == torch.float32
+        in_place = in_place and all(half.shape == d_int.shape for half in halves)
+        buffers = scratch.get("inner_grads", (1 if in_place else 3, *shape), torch.float32)
+        results = (*(halves if in_place else ()), *buffers)
         on_host = batch.on_device is None and d_int.is_cpu
         SwiGLUGrad(self.gating, loader.compute.mx, loader.round_, on_host).fill(
             results,
@@ -142,11 +146,13 @@ class GroupedBackward(BlockBackward):
             d_scale_R=None if self.d_scale_R is None else self.d_scale_R[part],
         )
         loader.fill(inter, results[2])
+        if in_place:
+            return
         if self._in_pairs:  # torch makes complex numbers of two parts three times as fast as it writes every other
             pairs = torch.complex(results[0], results[1], out=scratch.get("pairs", shape, torch.complex64))
             loader.fill(d_gate_up, torch.view_as_real(pairs).flatten(1))
             return
-        for target, values in zip(self._halves(d_gate_up), results[:2], strict=True):
+        for target, values in zip(halves, results[:2], strict=True):
             if target.shape[1]:
                 loader.fill(target, values)
 

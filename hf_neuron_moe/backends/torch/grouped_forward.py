@@ -170,6 +170,7 @@ class PreActivations:
         self.weights, self.batch, self.loader, self.saved, self.added = weights, batch, loader, saved, added
         self.cut = weights.inner if saved.up_cut is None else min(saved.up_cut, weights.inner)
         self.made: dict[str, Tensor] = {}
+        self.is_saved: set[str] = set()
 
     def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
         """Multiply the batch's input rows, an operand: results are rounded to bf16, in mxfp8 fp32 sums.
@@ -254,48 +255,63 @@ class PreActivations:
             project(left_rH, weight_GNH, runs, loader, out_rN, added_GN=added_GN)
         self.made[name] = out_rN
 
-    def save(self, chunk: slice, gate: Tensor, up: Tensor) -> None:
-        """Save what the policy saves of a chunk's :meth:`values`, rounded to bf16."""
-        rows, saved = self.batch.global_part(chunk), self.saved
-        if saved.gate is not None:
-            put_tile(saved.gate, rows, slice(0, self.weights.inner), gate)
-        if saved.up is not None:
-            columns = slice(0, saved.up.shape[1])
-            put_tile(saved.up, rows, columns, up[:, columns])
+    def save_products(self) -> None:
+        """Save products without a copy where they are what the policy saves."""
+        if self.batch.on_device is None:
+            return
+        for name, kept in (("gate", self.saved.gate), ("up", self.saved.up)):
+            made = self.made.get(name)
+            if made is None or not isinstance(kept, Tensor) or not made.is_contiguous():
+                continue
+            if (made.shape, made.dtype) == (kept.shape, kept.dtype):
+                kept.set_(made)  # type: ignore[call-overload]
+                self.is_saved.add(name)
 
-    def values(self, chunk: slice, *, rounded: bool) -> tuple[Tensor, Tensor]:
+    def save(self, chunk: slice, gate: Tensor, up: Tensor) -> None:
+        """Save what else the policy saves of a chunk's :meth:`values`, rounded to bf16."""
+        for name, kept, values in (("gate", self.saved.gate, gate), ("up", self.saved.up, up)):
+            if kept is not None and name not in self.is_saved:
+                columns = slice(0, kept.shape[1])
+                put_tile(kept, self.batch.global_part(chunk), columns, values[:, columns])
+
+    def values(self, chunk: slice, *, rounded: bool, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved.
 
-        With `rounded`, sums are rounded as they would have been saved. A gate that does not exist holds anything. Up
-        is to be read only, in bf16 where `plain_up` allows it.
+        With `rounded`, sums are rounded as they would have been saved. A gate that does not exist holds anything. Both
+        are to be read only, but a gate that is made in the buffer `gate`. Up is bf16 where `plain_up` allows it.
         """
         shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
-        gate = scratch.get("gate_fp32", shape, torch.float32)
-        plain = self._plain_up(rounded=rounded)
-        plain_rI = None if plain is None else plain[chunk]
-        up = scratch.get("up_fp32", shape, torch.float32) if plain_rI is None else plain_rI
-        for name, kept, target in (("gate", self.saved.gate, gate), ("up", self.saved.up, up)):
-            if kept is not None and target is not plain_rI and not self.made.keys() & {name, "pairs"}:
+        plain = {"gate": None if gate is not None else self._plain("gate", rounded=rounded)}
+        plain["up"], filled = self._plain("up", rounded=rounded), {} if gate is None else {"gate": gate}
+        for name in ("gate", "up"):
+            if plain[name] is None and name not in filled:
+                filled[name] = scratch.get(f"{name}_fp32", shape, torch.float32)
+        for name, target in filled.items():
+            kept = self.saved.gate if name == "gate" else self.saved.up
+            if kept is not None and not self.made.keys() & {name, "pairs"}:
                 columns = slice(0, kept.shape[1])
                 target[:, columns].copy_(take_tile(kept, self.batch.global_part(chunk), columns))
         first, others = slice(0, self.cut), slice(self.cut, None)
         for name, made in self.made.items():
-            if name in ("pairs", "pairs_tail"):
-                columns = first if name == "pairs" else others
-                _split_pairs(made[chunk], gate[:, columns], up[:, columns])
-            elif name == "gate" or plain_rI is None:
-                target = gate if name == "gate" else up[:, first if name == "up" else others]
+            part, columns = name.removesuffix("_tail"), others if name.endswith("_tail") else first
+            if part == "pairs":
+                _split_pairs(made[chunk], filled["gate"][:, columns], filled["up"][:, columns])
+            elif part in filled:
+                target = filled[part] if part == "gate" else filled[part][:, columns]
                 target.copy_(made[chunk])
                 if rounded and made.dtype == torch.float32:
                     self.loader.round_(target)
-        return gate, up
+        gate_RI, up_RI = (filled[name] if whole_RI is None else whole_RI[chunk] for name, whole_RI in plain.items())
+        return gate_RI, up_RI
 
-    def _plain_up(self, *, rounded: bool) -> Tensor | None:
-        """Return up as it is, where nothing but a product reads it."""
-        up = self.made.get("up", self.saved.up)
-        if not self.plain_up or not isinstance(up, Tensor) or up.shape[1] != self.weights.inner:
+    def _plain(self, name: str, *, rounded: bool) -> Tensor | None:
+        """Return gate or up of all rows as it is, where it is fp32, or nothing but a product reads it."""
+        whole_RI = self.made.get(name, self.saved.gate if name == "gate" else self.saved.up)
+        if self.batch.on_device is None or not isinstance(whole_RI, Tensor) or whole_RI.shape[1] != self.weights.inner:
             return None
-        return None if rounded and up.dtype == torch.float32 and self.loader.compute.mx else up
+        if whole_RI.dtype == torch.float32:
+            return None if rounded and self.loader.compute.mx else whole_RI
+        return whole_RI if name == "up" and self.plain_up else None
 
 
 def _split_pairs(pairs_rN: Tensor, gate_rI: Tensor, up_rI: Tensor) -> None:
@@ -327,6 +343,7 @@ def grouped_forward(
     for batch in Batch.cut(rows, inner):
         pre = PreActivations(weights, batch, loader, save, added, plain_up=gating.multiplies_by_up)
         pre.multiply(batch.take(x_op, loader, "x_rows"))
+        pre.save_products()
         inter_rI, left_rI = _intermediate(batch, loader, width, with_ones=has_ones((bias_GH,), loader))
         _fill_intermediate(inter_rI, batch, pre, loader, save, gating)
         del pre  # gate and up are as large as the operands of the next product
@@ -343,18 +360,22 @@ def _fill_intermediate(
     inter_rI: Tensor, batch: Batch, pre: PreActivations, loader: Loader, save: Checkpoints, gating: Gating
 ) -> None:
     """Write a batch's scaled intermediate, an operand of the next product, and save what `save` has."""
-    mx = loader.compute.mx
-    for chunk in batch.chunks(pre.weights.inner):
-        gate, up = pre.values(chunk, rounded=False)
+    mx, inner = loader.compute.mx, pre.weights.inner
+    in_place = batch.on_device is not None and inter_rI.dtype == torch.float32 and inter_rI.shape[1] == inner
+    for chunk in batch.chunks(inner):
+        target_rI, shape = inter_rI[chunk], (chunk.stop - chunk.start, inner)
+        made_rI = target_rI if in_place else loader.scratch.get("gate_fp32", shape, torch.float32)
+        gate, up = pre.values(chunk, rounded=False, gate=made_rI)
         pre.save(chunk, gate, up)
         save_products(gate, up, loader, save, batch.global_part(chunk), gating)
         product = gating.intermediate_(gate, up)
         scale_r1 = batch.scale(chunk)
         if scale_r1 is not None:
             product.mul_(scale_r1)
-        loader.fill(inter_rI[chunk], product)
+        if not in_place:
+            loader.fill(target_rI, product)
         if mx and batch.on_device is None:
-            loader.quantize(inter_rI[chunk], axis=1)
+            loader.quantize(target_rI, axis=1)
     if mx and batch.on_device is not None:
         loader.quantize(inter_rI, axis=1)
 

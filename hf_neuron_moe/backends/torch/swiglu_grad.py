@@ -6,7 +6,7 @@ Legend: R rows, I intermediate (a part of the axis is as good). Every tensor is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class SwiGLUGrad(NamedTuple):
 
     def fill(
         self,
-        results: Tensor,
+        results: Iterable[Tensor],
         d_int: Tensor,
         gate: Tensor,
         up: Tensor,
@@ -42,7 +42,7 @@ class SwiGLUGrad(NamedTuple):
         scale_R1: Tensor | None = None,
         d_scale_R: Tensor | None = None,
     ) -> None:
-        """Write d_gate, d_up and the scaled intermediate into `results` ``[3, R, I]``, not rounded.
+        """Write d_gate, d_up and the scaled intermediate into the `results`, three of ``[R, I]``, not rounded.
 
         `d_int`, the gradient of the intermediate ``[R, I]``, is overwritten; `act` is a buffer. `saved_act` and
         `saved_product` are the activation and ``act * up``, where they were saved (mxfp8). `d_scale_R` is added to.
