@@ -142,6 +142,7 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> dict[str
     state = model.state_dict()
     assignments: dict[str, Assignment] = {}
     filled: set[str] = set()
+    ignored = _ignored(model)
     for name in sorted(source.tensors, key=natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:  # then it is no name to change
@@ -152,7 +153,7 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> dict[str
             first = converter.target_patterns[0]
             targets = tuple(target.replace(first, other) for other in converter.target_patterns)
         if state.keys().isdisjoint(targets):
-            if _matches(name, model._keys_to_ignore_on_load_unexpected):
+            if _matches(name, ignored):
                 continue
             expected = "part of the model that config.json describes"
             fix = f"Check that config.json belongs to these weights.{nearest(target, list(state))}"
@@ -170,6 +171,17 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> dict[str
             fix = "Check that config.json belongs to these weights and that no shard is missing."
             raise ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)
     return assignments
+
+
+def _ignored(model: PreTrainedModel) -> set[str]:
+    """Return patterns of the tensors that transformers leaves out of a checkpoint that holds them.
+
+    Of every family these are buffers that were stored once and are computed today.
+    """
+    buffers = [name for name, _ in model.named_buffers()]
+    computed = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+    found = {pattern for end, pattern in computed.items() if any(name.endswith(end) for name in buffers)}
+    return found | set(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def assign_values(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[SourceCheckpoint, dict[str, Assignment]]:

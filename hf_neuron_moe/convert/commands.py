@@ -133,7 +133,8 @@ def plan_for(
         check_destination(destination, folder, force=force)
     plan = plan_of(folder, options or ConvertOptions())
     if strict:
-        check_nothing_left({name: left for name, left in plan.left.items() if name not in plan.allowed})
+        left = {name: module for name, module in plan.left.items() if name not in plan.allowed}
+        check_nothing_left(left, plan.weights)
     return plan
 
 

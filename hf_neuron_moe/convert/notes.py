@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from typing import Any
 
 from hf_neuron_moe.convert.audit.compare import MX_FLOORS_DB
@@ -45,11 +46,14 @@ def left_notes(left: Left | None) -> list[str]:
     ]
 
 
-def check_nothing_left(left: Left) -> None:
-    """Refuse a conversion that would leave modules in their source form, for ``strict``."""
+def check_nothing_left(left: Left, weights: Iterable[str]) -> None:
+    """Refuse a conversion that would leave modules in their source form, for ``strict``; others have the `weights`."""
     if left:
         expected, got = "one that convert takes, with strict", "; ".join(left_notes(left))
-        globs = " ".join(f"--keep-bf16 {glob!r}" for glob in sorted(set(map(pattern_of, left))))
+        others = {name.removesuffix(".weight").rpartition(".")[0] for name in weights}
+        wide = {glob for glob in map(pattern_of, left) if any(fnmatchcase(name, glob) for name in others)}
+        names = sorted({name if pattern_of(name) in wide else pattern_of(name) for name in left})
+        globs = " ".join(f"--keep-bf16 {name!r}" for name in names)
         fix = f"Leave --strict out to copy what these modules hold as it is, or, in an MX conversion, add {globs}."
         raise ConversionError.about("every MLP and experts module", expected, got, fix)
 

@@ -13,12 +13,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, Transpose, WeightConverter
 
 from hf_neuron_moe.convert.assign import Assignment
-from hf_neuron_moe.convert.io.source import SourceTensor, misfit
+from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceTensor, misfit
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import Piece
 from hf_neuron_moe.errors import ConversionError
 from hf_neuron_moe.patching.discovery import Candidate
+
+SAVE_IN_ONE_DTYPE = "Load the model with a dtype, such as dtype=torch.bfloat16, save it, and convert the result."
 
 
 def prefix_of(module: str) -> str:
@@ -57,6 +59,8 @@ def weights_of(candidate: Candidate, assignments: dict[str, Assignment], model: 
         if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
             expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
             fix = "Convert the original, unquantized checkpoint."
+            if all(TORCH_DTYPES[dtype].is_floating_point and TORCH_DTYPES[dtype].itemsize > 1 for dtype in dtypes):
+                fix = SAVE_IN_ONE_DTYPE
             raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
         weights.append(weight)
     return weights

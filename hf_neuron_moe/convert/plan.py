@@ -18,7 +18,7 @@ from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, ranks_
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, codes_kept
 from hf_neuron_moe.convert.manifest import LeftModule, Network, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.pieces import in_one_source, prefix_of, weights_of
+from hf_neuron_moe.convert.pieces import SAVE_IN_ONE_DTYPE, in_one_source, prefix_of, weights_of
 from hf_neuron_moe.errors import ConversionError, pattern_of, public
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, DenseRoles, discover
 from hf_neuron_moe.patching.globs import check_globs
@@ -94,7 +94,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     if not weights:
         reasons = _reasons(refused)
         expected = "a model with MLPs or experts that patch_model takes"
-        fix = "`hf-neuron-moe plan` lists every candidate with its reason."
+        fix = "Use its weights as they are: there is nothing to convert."
         raise ConversionError.about(str(directory), expected, f"none ({reasons})" if reasons else "none", fix)
     _check_precisions(options, candidates, weights)
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
@@ -242,8 +242,12 @@ def _check_copied(
         shape = (len(assignment.targets) * param.shape[0], *param.shape[1:]) if param.dim() else ()
         if tensor.name in copied and tensor.shape != shape:
             raise misfit(tensor, f"of shape {list(shape)}, as config.json says", list(tensor.shape))
-        if tensor.name in copied and param.is_floating_point() and not TORCH_DTYPES[tensor.dtype].is_floating_point:
-            raise misfit(tensor, "of a floating-point dtype", tensor.dtype)
+        dtype = TORCH_DTYPES[tensor.dtype]
+        if tensor.name in copied and param.is_floating_point() and not (dtype.is_floating_point and dtype.itemsize > 1):
+            subject, fix = f"{tensor.file}: {tensor.name}", "Check that config.json belongs to these weights."
+            fix = SAVE_IN_ONE_DTYPE if dtype.is_floating_point else fix
+            expected = "of a floating-point dtype of 16 bits or more, as it has no scales"
+            raise ConversionError.about(subject, expected, tensor.dtype, fix)
 
 
 def _lay_out(

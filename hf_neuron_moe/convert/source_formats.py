@@ -52,7 +52,8 @@ def check_method(path: Path, content: Mapping[str, Any]) -> str | None:
     settings = content.get(QUANTIZATION_CONFIG)
     if settings is None:
         return None
-    method = settings.get("quant_method") or ("bitsandbytes" if settings.get("load_in_4bit") else None)
+    of_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    method = settings.get("quant_method") or ("bitsandbytes" if of_bitsandbytes else None)
     if method not in METHODS:
         expected = f"absent, or of quant_method {' or '.join(METHODS)}"
         fix = _OTHER_METHODS.get(str(method), _UNQUANTIZED)

@@ -208,14 +208,19 @@ class QuantizedExperts(QuantizedBlock):
         return replace(shape, rows=shape.top_k or 0) if by_pair else shape
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+        *,
+        gammas: Tensor | None = None,
     ) -> Tensor:
         """Return what the original's call does, in the shape and dtype of `hidden_states`.
 
-        The others are what the original takes: ids and weights ``[T, K]``, weights alone in their place, or nothing.
-        Ids of E and above add nothing.
+        The others are what the original takes: ids and weights ``[T, K]``, weights alone in their place or by the name
+        that shared experts have for them, or nothing. Ids of E and above add nothing.
         """
-        routing = (each for each in (top_k_index, top_k_weights) if each is not None)
+        routing = (each for each in (top_k_index, top_k_weights, gammas) if each is not None)
         count = len(self.get_buffer(DOWN))
         return called(self, self.neuron_form, self._compute, count, (hidden_states, *routing))
 

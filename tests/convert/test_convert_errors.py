@@ -168,6 +168,21 @@ def adapter_alone(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
 
 
+def adapter_beside(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def codes_without_scales(folder: Path) -> None:
+    rewrite(
+        folder,
+        lambda tensors: tensors.update({n: t.to(torch.float8_e4m3fn) for n, t in tensors.items() if "q_proj" in n}),
+    )
+
+
+def experts_of_two_dtypes(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items() if "experts.1.w1" in n}))
+
+
 def link_outside(folder: Path) -> None:
     outside = folder.parent / "elsewhere.safetensors"
     (folder / FILE).rename(outside)
@@ -209,6 +224,19 @@ SINGLE = [
     (pickle_only, ConversionError, "{source}", "save_pretrained"),
     (empty_folder, ConversionError, "{source}", "got a folder without it"),
     (adapter_alone, ConversionError, "{source}", "got an adapter of peft. Merge it first: lora_merge"),
+    (adapter_beside, ConversionError, "{source}", "got a model and adapter_config.json"),
+    (
+        codes_without_scales,
+        ConversionError,
+        "model.safetensors: model.layers.0.self_attn.q_proj.weight",
+        "got F8_E4M3. Load the model with a dtype",
+    ),
+    (
+        experts_of_two_dtypes,
+        ConversionError,
+        "dtype of model.layers.0.mlp.experts.gate_up_proj",
+        "got BF16, F16. Load the model with a dtype",
+    ),
     (link_outside, SourceDamageError, "model.safetensors", "got a link to"),
     (single_and_index, SourceDamageError, "{source}", "got both"),
 ]

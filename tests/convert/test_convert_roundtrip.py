@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from hf_neuron_moe.convert import (
     plan_conversion,
     read_manifest,
 )
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.manifest import sealed
 from hf_neuron_moe.errors import ConfigError, ConversionError, NeuronMoEWarning
 from hf_neuron_moe.formats.mx import fake_quantize_mx, quantize_mx
@@ -287,3 +289,19 @@ def test_fp32_sources_are_quantized_from_their_bf16_rounding(checkpoint, tmp_pat
         codes.append({name: value.view(torch.uint8) for name, value in tensors.items() if "mlp" in name})
     assert codes[0].keys() == codes[1].keys() and len(codes[0]) >= 4
     assert all(torch.equal(codes[0][name], codes[1][name]) for name in codes[0])
+
+
+def test_buffers_of_old_files_are_kept_and_not_read(checkpoint, snapshot, tmp_path):
+    """transformers leaves them out when it loads, as it computes them today."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("llama"), source)
+    file = source / "model.safetensors"
+    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(2)}
+    save_file({**load_file(file), **old}, file, {"format": "pt"})
+    before = snapshot(source)
+    convert_checkpoint(source, tmp_path / "dst")
+    assert verify_checkpoint(tmp_path / "dst", source).ok
+    export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert snapshot(tmp_path / "back") == before
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert not any(name.endswith("layers.0.self_attn.rotary_emb.inv_freq") for name, _ in model.named_buffers())

@@ -38,6 +38,7 @@ from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
 from hf_neuron_moe.convert.plan import _check_mx
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.discovery import discover
 from tests.convert.test_verify_checks import patch_bytes
 from tests.quantizers.test_loading import assert_same
@@ -55,6 +56,7 @@ FAMILIES = (
     "llama4",
     "longcat_flash",  # rows for experts without a down projection
     "dbrx",  # matrices of all experts below one another
+    "inkling_text",  # experts that all compute every token, called by another name
     "jetmoe",  # router and bias in the same module
     "moonshine",  # biases, rows of up first
     "step3p7",  # gate and up of all experts as a tensor each, clamps
@@ -62,7 +64,7 @@ FAMILIES = (
     *sorted({"hrm_text", "inkling2_text"} & set(CONFIG_MAPPING)),  # rows of gate and up alternate in files
 )
 SLOW = ("gemma4", "gpt_oss", "deepseek_v4")
-STOCK_ONLY = ("dbrx", "jetmoe")
+STOCK_ONLY = ("dbrx", "jetmoe", "inkling_text")
 BOTH = [
     pytest.param(family, layout, marks=pytest.mark.slow if layout == "fused" or family in SLOW else ())
     for family in FAMILIES
@@ -129,11 +131,26 @@ HRM = {
     "head_dim": 8,
     "vocab_size": 64,
 }
+INKLING = {
+    **HRM,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 24,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 SEED_OSS = {**HRM, "num_hidden_layers": 2, "residual_dropout": 0.1, "pad_token_id": 0}
 HEADS: dict[str, Any] = {
     "seed_oss": AutoModelForCausalLM,
     "dinov2": AutoModel,
     "hrm_text": AutoModelForCausalLM,
+    "inkling_text": AutoModelForCausalLM,
     "muse_spark": AutoModel,
     "moonshine": MoonshineForConditionalGeneration,
     "step3p7": Step3p7ForConditionalGeneration,
@@ -142,6 +159,7 @@ HEADS: dict[str, Any] = {
 CONFIGS: dict[str, Any] = {
     "seed_oss": lambda: AutoConfig.for_model("seed_oss", **SEED_OSS),
     "dinov2": lambda: Dinov2Config(**DINO),
+    "inkling_text": lambda: AutoConfig.for_model("inkling_text", **INKLING),
     "hrm_text": lambda: AutoConfig.for_model("hrm_text", **HRM),
     "muse_spark": lambda: AutoConfig.for_model("muse_spark_text", **MUSE_SPARK),
     "moonshine": lambda: MoonshineConfig(**MOONSHINE),
@@ -265,6 +283,24 @@ def test_converted_opened_and_back(family: str, layout: str, tmp_path: Path) -> 
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == original
     again, first = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "source"))
     assert again.keys() == first.keys() and all(torch.equal(value, first[name]) for name, value in again.items())
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_opened_as_codes(family: str, tmp_path: Path) -> None:
+    """The model calls its blocks as it did before, and they compute what quantizing the weights in every call gives.
+
+    Nearly: padding 24 columns for the kernels puts other values together in a group. Quantizing moves outputs by more.
+    """
+    source = made(family, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", pad=True))
+    stock, converted = opened(family, source), opened(family, tmp_path / "dst")
+    patch_model(stock, NeuronMoEConfig(precision="mxfp8"), strict=False)
+    assert blocks(converted).keys() == blocks(stock).keys() != set()
+    assert all(issubclass(kind, QuantizedBlock) for kind in blocks(converted).values())
+    expected = output(stock).float()
+    assert (output(converted).float() - expected).norm() <= 0.05 * expected.norm()
 
 
 QWEN3_VL = {

@@ -190,6 +190,7 @@ def test_codes_without_a_method(method, checkpoint, tmp_path):
         ({"quant_method": "gptq"}, "gptq", "unquantized checkpoint"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes", r"model\.dequantize\(\)"),
         ({"load_in_4bit": True}, "bitsandbytes", r"model\.dequantize\(\)"),
+        ({"load_in_8bit": True}, "bitsandbytes", r"model\.dequantize\(\)"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors", "run_compressed=False"),
         ({"quant_method": "gguf"}, "gguf", "gguf_file=NAME"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt", "two levels of scales"),

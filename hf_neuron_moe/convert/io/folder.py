@@ -12,7 +12,8 @@ from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, with_article
 from hf_neuron_moe.precision_map import spelled
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+MERGE_FIX = "Merge it first: lora_merge in a run of `train`; or merge_and_unload() and save_pretrained in peft."
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
 
@@ -43,6 +44,10 @@ def check_checkpoint(directory: Path) -> None:
         fix = f"Use the checkpoint it was made of, or rebuild that: `hf-neuron-moe export {directory} NEW`."
         raise ConversionError.about(str(directory), "a Hugging Face checkpoint", got, fix)
     check_model(directory)
+    if (directory / ADAPTER_FILE).is_file():
+        got = f"a model and {ADAPTER_FILE}, with which transformers loads the model that the adapter names"
+        fix = f"{MERGE_FIX} Or take {ADAPTER_FILE} out of the folder, to use the model without the adapter."
+        raise ConversionError.about(str(directory), "a model without an adapter of peft", got, fix)
 
 
 def check_model(directory: Path) -> None:
@@ -51,9 +56,8 @@ def check_model(directory: Path) -> None:
     if not (directory / CONFIG_FILE).is_file():
         got = "a folder without it"
         fix = "Give the folder that save_pretrained wrote or that was downloaded from the Hub."
-        if (directory / "adapter_config.json").is_file():
-            got = "an adapter of peft"
-            fix = "Merge it first: lora_merge in a run of `train`; or merge_and_unload() and save_pretrained in peft."
+        if (directory / ADAPTER_FILE).is_file():
+            got, fix = "an adapter of peft", MERGE_FIX
         elif (found := gguf_in(directory)) is not None:
             got, fix = found, GGUF_FIX
         raise ConversionError.about(str(directory), f"a folder with {CONFIG_FILE}", got, fix)
