@@ -27,7 +27,7 @@ def card_of(trainer: Any, options: Options) -> str:
         pipeline_tag="text-generation",
         tags=["hf-neuron-moe", "trl", data.method],
     )
-    rows = {**_settings(trainer, options), **_computed(trainer, options), **_results(trainer.state.log_history)}
+    rows = {**_settings(trainer, options), **_computed(trainer, options), **_results(trainer)}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value not in (None, ""))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES if _is_installed(name))
     name = base or Path(model.model).name
@@ -77,11 +77,14 @@ def _computed(trainer: Any, options: Options) -> dict[str, Any]:
     }
 
 
-def _results(history: list[dict[str, Any]]) -> dict[str, Any]:
+def _results(trainer: Any) -> dict[str, Any]:
+    history, saved = trainer.state.log_history, trainer.state.best_global_step
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     evaluated = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-    shown = {"loss": losses, "evaluation loss": evaluated}
-    return {name: _last_and_first(found) for name, found in shown.items() if found}
+    best = trainer.args.load_best_model_at_end and saved in dict(evaluated)
+    shown = {"loss": losses, "evaluation loss": [entry for entry in evaluated if not best or entry[0] <= saved]}
+    results = {name: _last_and_first(found) for name, found in shown.items() if found}
+    return {**results, "saved model": f"that of step {saved}, the best one"} if best else results
 
 
 def _last_and_first(found: list[tuple[int, float]]) -> str:

@@ -31,6 +31,7 @@ from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend, trains_quan
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
 from hf_neuron_moe.errors import NeuronMoEError, SourceDamageError, naming, nearest, not_one_of
+from hf_neuron_moe.finetune import configs
 from hf_neuron_moe.finetune.data_sources import files_of
 from hf_neuron_moe.finetune.mistakes import pass_all
 from hf_neuron_moe.finetune.model_files import (
@@ -48,6 +49,7 @@ from hf_neuron_moe.finetune.model_files import (
 from hf_neuron_moe.finetune.needs import check_needs
 from hf_neuron_moe.finetune.resumed import check_resume, check_resumed
 from hf_neuron_moe.finetune.train_options import LoraOptions, ModelOptions, Options, bad, one_line
+from hf_neuron_moe.training.prepare import refuse_for_frozen
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers for which transformers makes a mask from position ids."""
@@ -198,9 +200,16 @@ def check_training(options: Options, config: bytes | str) -> None:
         partial(check_merging, options.lora, sharded=bool(options.model.layout)),
         partial(check_resumed, options, config),
         partial(check_targets, options, config),
-        *([partial(check_quantized, options.lora)] if frozen else []),
+        *([partial(check_quantized, options.lora), partial(_check_frozen, options)] if frozen else []),
         partial(_check_sharded, options, frozen=frozen),
     )
+
+
+def _check_frozen(options: Options) -> None:
+    """Refuse what was asked of patched blocks for a base of MX codes; the package's files are for other models too."""
+    training, own = options.training, str(configs.FOLDER)
+    asked = {key.removeprefix("neuron_") for key, place in options.places.items() if not place.startswith(own)}
+    refuse_for_frozen(training.neuron_config(), training.neuron_include, training.neuron_exclude, asked)
 
 
 def _check_sharded(options: Options, *, frozen: bool) -> None:

@@ -52,7 +52,9 @@ def check_resumed(options: Options, config: bytes | str) -> None:
         gone = {target for target in targets - modules if FUSED.get(target) in {name.split(".")[-1] for name in made}}
         fused, targets = {FUSED[target] for target in gone}, targets - gone
         made -= {name for name in made - parameters if every or name.split(".")[-1] in fused}
-        was |= {"lora_parameters": sorted(made), "lora_targets": sorted(modules)}
+        alpha = adapter.get("lora_alpha", options.lora.lora_alpha)
+        was |= {"lora_alpha": alpha, "lora_parameters": sorted(made), "lora_targets": sorted(modules)}
+        now["lora_alpha"] = options.lora.lora_alpha
         now |= {"lora_parameters": sorted(parameters), "lora_targets": sorted(targets)}
     else:
         was |= {name: value for name, value in content_of(read_config(folder)).items() if name in SHAPE}

@@ -44,6 +44,13 @@ class Arguments(TypedDict):
     rows: NotRequired[int | None]
 
 
+class Before(TypedDict):
+    """What a run computed before it was continued with another configuration."""
+
+    config: dict[str, Any]
+    until: Step
+
+
 class Run(TypedDict):
     """``run.json``."""
 
@@ -51,6 +58,7 @@ class Run(TypedDict):
     config: dict[str, Any]
     environment: NotRequired[dict[str, Any] | None]
     training: NotRequired[Arguments | None]
+    before: NotRequired[list[Before]]
 
 
 class Load(TypedDict):

@@ -46,10 +46,8 @@ class RunData:
     @property
     def policy(self) -> str:
         """Precision and activation policy in a few words."""
-        config = self.run.get("config", {})
-        activations = config.get("activations", "?")
-        policy = activations if isinstance(activations, str) else json.dumps(activations)
-        return f"{spelled(config.get('precision', '?'))}, {policy}"
+        parts = [f"{_policy(each['config'])} to step {each['until']:,}" for each in self.run.get("before", [])]
+        return ", then ".join([*parts, _policy(self.run.get("config", {}))])
 
     @property
     def training(self) -> dict[str, Any]:
@@ -108,6 +106,12 @@ def _run(folder: Path) -> RunData:
             if counts and (isinstance(value, float) or (type(value) is int and abs(value) < 1 << 53)):
                 losses.setdefault(key, {})[float(record["step"])] = float(value)
     return RunData(name, run, metrics, {key: sorted(values.items()) for key, values in losses.items()}, guard)
+
+
+def _policy(config: dict[str, Any]) -> str:
+    activations = config.get("activations", "?")
+    policy = activations if isinstance(activations, str) else json.dumps(activations)
+    return f"{spelled(config.get('precision', '?'))}, {policy}"
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

@@ -177,7 +177,9 @@ class NeuronMoECallback(TrainerCallback):
             self.monitor.restart_clock()
         measured = kwargs.get("metrics")
         if self.files is not None and measured:
-            self.files.append({"step": state.global_step, **measured}, EVALUATIONS_FILE)
+            ended = self.monitor is None and args.load_best_model_at_end
+            step = state.best_global_step if ended else None  # the Trainer has loaded that step's model by now
+            self.files.append({"step": state.global_step if step is None else step, **measured}, EVALUATIONS_FILE)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave saving out of tokens per second."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -48,6 +48,26 @@ def refuse_unsavable_adapters(model: nn.Module) -> None:
             module.refuse_adapters(name)
 
 
+_AS_FROZEN = {"precision": ("bf16", "mxfp8"), "weights": ("auto", "stock"), "activations": ("minimal",)}
+"""Of options for patched blocks, the values that frozen MX blocks are not at odds with: defaults, and what they do."""
+
+
+def refuse_for_frozen(
+    config: NeuronMoEConfig | Mapping[str, Any],
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    names: Container[str] = ("precision", "weights", "activations", "include", "exclude"),
+) -> None:
+    """Raise ConfigError for options that ask of frozen MX blocks what they do not do; `names` are those to look at."""
+    config = config if isinstance(config, NeuronMoEConfig) else NeuronMoEConfig.from_dict(config)
+    given = {**vars(config), "include": include, "exclude": exclude}
+    for name, allowed in (*_AS_FROZEN.items(), ("include", (None,)), ("exclude", (None,))):
+        if name in names and given[name] not in allowed:
+            expected = "left out for a model whose blocks are frozen MX codes"
+            fix = "They compute in mxfp8 and keep gate and up for the backward. For others, load the original model."
+            raise ConfigError.about(f"neuron_{name}", expected, repr(given[name]), fix)
+
+
 @one_at_a_time
 def patch_for_training(
     model: nn.Module,
@@ -65,6 +85,7 @@ def patch_for_training(
     """
     unpatched = not any(True for _ in states(model))
     if unpatched and any(isinstance(module, QuantizedBlock) for module in model.modules()):
+        refuse_for_frozen(config, include, exclude)
         return
     before = {id(param) for param in model.parameters()}
     patch_model(model, config, include=include, exclude=exclude, strict=strict)

@@ -37,11 +37,27 @@ class RunFiles:
         A run that was interrupted after its last checkpoint wrote them, and this one will write them again.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        *before, last = self._configurations() if step else [None]
+        if last is not None and last["config"] != _plain(run.get("config")):
+            before.append({**last, "until": step})
+        if before:
+            run = {**run, "before": before}
         write_whole(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
         for path in (self.folder / name for name in (METRICS_FILE, EVALUATIONS_FILE, GUARD_FILE)):
             if path.exists():
                 lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
                 write_whole(path, "".join(line for line in lines if _is_until(line, step)))
+
+    def _configurations(self) -> list[Any]:
+        """Return the configurations of the run that is continued, in turn; each but the last with its last step.
+
+        The last is None where it is not known.
+        """
+        try:
+            run = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
+            return [*run.get("before", []), {"config": run["config"]}]
+        except (FileNotFoundError, ValueError, KeyError, AttributeError):
+            return [None]  # another one's file, or none
 
     def append(self, record: Mapping[str, Any], name: str = METRICS_FILE) -> None:
         """Write one line of ``metrics.jsonl``, or of the file `name`."""

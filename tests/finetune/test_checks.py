@@ -12,7 +12,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.demo.tiny_model import make_tiny_model
@@ -376,6 +378,41 @@ def test_a_frozen_base_is_known_before_it_is_loaded(conversions: dict[str, Path]
     with refused(ConfigError, "lora_merge", got="a checkpoint whose blocks are frozen"):
         check_run(options(conversions["mxfp8"], lora_rank=4, lora_merge="true"))
     check_run(options(conversions["mxfp8"], lora_rank=4, neuron_guard="warn"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("precision", "fp32"),
+        ("precision", '{"*": "bf16", "nope": "fp32"}'),
+        ("activations", "1KiB/token"),
+        ("activations", "full"),
+        ("weights", "kernel"),
+        ("include", "nothing.*"),
+        ("exclude", "nothing.*"),
+    ],
+)
+def test_options_of_patched_blocks_are_refused_for_a_frozen_base(
+    name: str, value: str, conversions: dict[str, Path], tmp_path: Path
+) -> None:
+    given = options(conversions["mxfp8"], lora_rank=4, **{f"neuron_{name}": value})
+    with refused(ConfigError, f"neuron_{name}", "left out for a model whose blocks are frozen MX codes"):
+        check_run(given)
+    model = AutoModelForCausalLM.from_pretrained(conversions["mxfp8"])
+    arguments = NeuronMoETrainingArguments(tmp_path, report_to="none", **{f"neuron_{name}": value})
+    with refused(ConfigError, f"neuron_{name}", "left out for a model whose blocks are frozen MX codes"):
+        NeuronMoETrainer(model, arguments)
+
+
+def test_another_scale_of_adapters_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 16, "target_modules": ["q_proj"]}))
+    make_tiny_model("mixtral", tmp_path / "model")
+    given = options(tmp_path / "model", resume_from_checkpoint=tmp_path, lora_rank=2, lora_targets="q_proj")
+    given.lora.lora_targets = ["q_proj"]
+    check_resumed(given, config_of(given))
+    given.lora.lora_alpha = 1280.0
+    with refused(ConfigError, "resume_from_checkpoint", "lora_alpha 16 and 1280"):
+        check_resumed(given, config_of(given))
 
 
 def test_a_conversion_in_bf16_is_judged_as_its_source(conversions: dict[str, Path]) -> None:

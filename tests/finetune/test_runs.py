@@ -138,7 +138,7 @@ def test_lora_on_a_frozen_mxfp8_base(models: dict[str, Path], tmp_path: Path) ->
     model, out, told = tmp_path / "model", tmp_path / "out", []
     convert_checkpoint(models["llama"], model, ConvertOptions("mxfp8"))
     kept = {path.name: path.read_bytes() for path in model.iterdir()}
-    keys = {"lora_rank": 4, "max_steps": 6, "gradient_checkpointing": True}
+    keys = {"lora_rank": 4, "max_steps": 6, "gradient_checkpointing": True, "neuron_precision": "mxfp8"}
     finetune(read_options(words(model, write(tmp_path, ROWS["messages"]), out, **keys)), told.append)
     assert told[0] == "nothing patched: the base is frozen MX, backend torch"
     assert losses(out)[-1] < losses(out)[0]

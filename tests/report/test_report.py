@@ -140,6 +140,18 @@ def test_two_runs_of_one_configuration_become_a_band(tmp_path: Path) -> None:
     assert text.count("<h2>Environment") == 1 and "Environment: seed0, seed1" in text
 
 
+def test_a_run_continued_in_another_precision_has_both(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    file = tmp_path / "run" / "neuron_moe" / "run.json"
+    before = {"config": {"precision": "bf16", "activations": "full"}, "until": 4}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "before": [before]}))
+    (run,) = read_runs(tmp_path).runs
+    assert (
+        run.policy == "bf16, full to step 4, then mxfp8, minimal"
+        and run.policy in Page(render(read_runs(tmp_path))).text()
+    )
+
+
 def test_only_runs_of_one_configuration_share_a_line(tmp_path: Path) -> None:
     write_run(tmp_path / "a0", steps=12, seed=0)
     write_run(tmp_path / "a1", steps=6, seed=1)  # ended early

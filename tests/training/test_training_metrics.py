@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_neuron_moe import NeuronMoETrainer, patch_model
+from hf_neuron_moe.finetune.card import _results
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.training import measure_saved_bytes
 from hf_neuron_moe.training.blocks import patched_blocks, sampled_weights
@@ -345,6 +346,27 @@ def test_a_resumed_run_drops_evaluations_after_its_checkpoint(tmp_path: Path) ->
     assert [json.loads(line) for line in lines] == [{"step": step, "eval_loss": None} for step in (2, 4)]
     files.begin({}, 0)
     assert (tmp_path / "neuron_moe" / EVALUATIONS_FILE).read_text(encoding="utf-8") == ""
+
+
+def test_an_evaluation_after_the_run_is_of_the_model_that_was_loaded(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    options = arguments(tmp_path, **best, eval_steps=2, save_steps=2, learning_rate=0.0, max_steps=4)
+    run = NeuronMoETrainer(tiny_model("llama"), options, train_dataset=Rows(), eval_dataset=Rows(4))
+    run.train()
+    run.evaluate()
+    lines = (tmp_path / "neuron_moe" / EVALUATIONS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 2]
+    card = _results(run)
+    assert card["evaluation loss"].endswith(" at step 2") and card["saved model"] == "that of step 2, the best one"
+
+
+def test_a_run_continued_otherwise_remembers_what_it_was(tmp_path: Path) -> None:
+    files, found = RunFiles(tmp_path), []
+    for step, config in ((0, {"a": 1}), (4, {"a": 2}), (6, {"a": 2}), (8, {"a": 3}), (0, {"a": 3}), (2, {"a": 3})):
+        files.begin({"config": config}, step)
+        found.append(json.loads((tmp_path / "neuron_moe" / "run.json").read_text()).get("before", []))
+    first, second = {"config": {"a": 1}, "until": 4}, {"config": {"a": 2}, "until": 8}
+    assert found == [[], [first], [first], [first, second], [], []]
 
 
 @pytest.mark.parametrize(("training", "grad", "counted"), [(True, True, 18), (True, False, 0), (False, True, 0)])
