@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded_at_loading, local
 from hf_neuron_moe.modules.experts import ExpertsBlock, NeuronExperts
-from hf_neuron_moe.modules.experts_calls import SHARED, STACKED
+from hf_neuron_moe.modules.experts_calls import BY_EXPERT, SHARED, SORTED, STACKED
 from hf_neuron_moe.modules.experts_form import parameter_of
 from hf_neuron_moe.modules.in_place import named_blocks
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
@@ -44,7 +44,9 @@ def has_experts(block: NeuronBlock) -> bool:
 
 def gets_ids(block: NeuronBlock) -> bool:
     """Whether each token's experts are an argument of a call."""
-    return isinstance(block, NeuronExperts | QuantizedExperts)
+    if isinstance(block, QuantizedExperts):
+        return block.neuron_form.call not in (BY_EXPERT, SORTED, SHARED)
+    return isinstance(block, NeuronExperts)
 
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:

@@ -40,6 +40,7 @@ from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.discovery import discover
+from hf_neuron_moe.training.metrics import TrainingMonitor
 from tests.convert.test_verify_checks import patch_bytes
 from tests.quantizers.test_loading import assert_same
 from tests.refusals import refused
@@ -301,6 +302,22 @@ def test_opened_as_codes(family: str, tmp_path: Path) -> None:
     assert all(issubclass(kind, QuantizedBlock) for kind in blocks(converted).values())
     expected = output(stock).float()
     assert (output(converted).float() - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe", "inkling_text"])
+def test_codes_of_experts_that_get_no_ids_are_measured(family: str, tmp_path: Path) -> None:
+    convert_checkpoint(made(family, tmp_path / "source"), tmp_path / "dst", ConvertOptions("mxfp8", pad=True))
+    model = opened(family, tmp_path / "dst").train()
+    monitor = TrainingMonitor(model)
+    monitor.attach()
+    monitor.begin_step(sample=True)
+    model(input_ids=tokens())[0].sum().backward()
+    monitor.end_step()
+    measured = monitor.take()
+    counted = (
+        {name for name, module in model.named_modules() if name.endswith("mlp.experts")} if "inkling" in family else {}
+    )
+    assert measured["experts"].keys() == set(counted) and measured["health"].keys() == blocks(model).keys()
 
 
 QWEN3_VL = {
