@@ -74,6 +74,11 @@ def recorded(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: part for name, part in parts.items() if isinstance(part, dict)}
 
 
+def base_of(folder: Path) -> str:
+    """Return what the model of the last run in an output folder was loaded from; empty where it is not recorded."""
+    return str(content_of(read_config(folder / FOLDER, RUN_FILE)).get("model") or "")
+
+
 def _optimizer_of(training: Any, name: str | None) -> str | None:
     """Return the class of the optimizer of a name; None where it is not known or cannot be made here."""
     other = copy.copy(training)

@@ -33,7 +33,7 @@ from hf_neuron_moe.finetune.model import (
     save_merged,
 )
 from hf_neuron_moe.finetune.reading import blamed
-from hf_neuron_moe.finetune.resumed import last_complete, recorded
+from hf_neuron_moe.finetune.resumed import base_of, last_complete, recorded
 from hf_neuron_moe.finetune.train_options import Options, bad, one_line
 from hf_neuron_moe.finetune.trainers import TRAINERS, LogShortRuns, StopAfterStep
 from hf_neuron_moe.patching.apply import report_of
@@ -102,7 +102,11 @@ def _tell_of_earlier(trainer: Any, out: Path, tell: Tell, *, resumes: bool) -> N
         if found := last_complete(str(out)):
             tell(f"its checkpoints stay, {found.name} the last: remove them, or a later --resume may take that one")
     was = recorded(out).get("config", {}).get("precision")
-    report = report_of(trainer.accelerator.unwrap_model(trainer.model))
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    base, given = base_of(out), getattr(model.config, "_name_or_path", "")
+    if resumes and base and given and base != given:
+        tell(f"this run was begun from {base}, and continues from {given}")
+    report = report_of(model)
     now = None if report is None else spelled(report.config.precision)
     if resumes and was is not None and now not in (None, spelled(was)):
         tell(f"this run was computed in {spelled(was)}, and continues in {now}")

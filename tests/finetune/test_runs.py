@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,7 +301,11 @@ def test_a_checkpoint_of_another_run_is_not_resumed(models: dict[str, Path], tmp
     bf16 = {**keys, "neuron_precision": "bf16", "optim": "adamw_torch"}  # of the same class as the fused one
     finetune(read_options(words(models["llama"], file, full, **bf16)), told.append)
     assert "this run was computed in fp32, and continues in bf16" in told
-    finetune(read_options(words(models["llama"], file, lora, **keys, lora_rank=2)))
+    copied = Path(shutil.copytree(models["llama"], tmp_path / "copied"))
+    finetune(read_options(words(copied, file, lora, **keys, lora_rank=2)), told.append)
+    assert [line for line in told if "begun from" in line] == [
+        f"this run was begun from {models['llama']}, and continues from {copied}"
+    ]
 
 
 def test_the_upload_gets_the_card(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
