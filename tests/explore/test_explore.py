@@ -267,6 +267,8 @@ def test_texts_that_do_not_do(name, content, words, tmp_path, model_dir):
         (["a.0.mlp", "b.0.mlp"], ["a", "b"]),
         (["layers.0.mlp", "layers.1.mlp.experts"], ["layers.0.mlp", "layers.1.mlp.experts"]),
     ],
+        ("bad.jsonl", '{"text": null, "messages": [{"content": "a"}, {"role": "user"}]}', "got message 2 in line 1 of"),
+        ("bad.jsonl", '{"messages": ["a"]}', "got message 1 in line 1 of"),
 )
 def test_blocks_have_short_names_in_pictures(names, expected):
     assert short_blocks(names) == expected
@@ -399,6 +401,8 @@ def test_a_text_too_short_for_the_limit_is_told(model_dir):
     assert int(words.split("About ")[1].split()[0].replace(",", "")) > 256
 
 
+    (tmp_path / "b.jsonl").write_text('{"text": null, "messages": [{"content": "a"}, {"content": "bb"}]}\n')
+    assert token_rows(tmp_path / "b.jsonl", Chats(), 2, 2).tolist() == [[1, 2]]
 def test_a_run_that_was_stopped_goes_on_and_ends_the_same(model_dir, tmp_path, monkeypatch):
     state = tmp_path / "state"
     whole = explore(model_dir, TEXT, SMALL).to_dict()
