@@ -113,7 +113,8 @@ def _show(study: RecipeStudy, summary: Mapping[str, Mapping[str, Any]]) -> None:
     from rich.markup import escape
     from rich.table import Column, Table
 
-    from hf_neuron_moe.recipes.loss_differences import LAST, t_factor
+    from hf_neuron_moe.recipes.loss_differences import t_factor
+    from hf_neuron_moe.report.curves import LAST
 
     console = Console()
     if not console.is_terminal:

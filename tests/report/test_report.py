@@ -298,6 +298,15 @@ def test_a_name_that_says_no_form_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "--format" in result.output and not (tmp_path / "page.pdf").exists()
 
 
+def test_the_steps_that_a_studys_mean_is_of_are_those_that_it_has(tmp_path: Path) -> None:
+    write_study(tmp_path / "study")
+    content = json.loads((tmp_path / "study" / "parity.json").read_text())
+    assert "mean of last 100 steps" in render(read_runs(tmp_path / "study"), "json")
+    content["models"]["smol"]["mxfp8"] = {"0": [2.0] * 12}
+    (tmp_path / "study" / "parity.json").write_text(json.dumps(content))
+    assert "mean of last 12 or 100 steps" in render(read_runs(tmp_path / "study"), "json")
+
+
 def test_wrong_places_are_refused_with_what_was_expected(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with refused(ReportError, tmp_path, got="a directory with model.safetensors"):
