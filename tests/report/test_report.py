@@ -298,6 +298,18 @@ def test_a_name_that_says_no_form_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "--format" in result.output and not (tmp_path / "page.pdf").exists()
 
 
+def test_what_is_no_file_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    monkeypatch.setattr("hf_neuron_moe.report.read_runs", lambda folder: pytest.fail("it was read"))
+    for form in ("html", "md", "json"):
+        os.mkfifo(tmp_path / f"page.{form}")
+        os.mkfifo(tmp_path / "run" / f"report.{form}")
+        for named in (["-o", str(tmp_path / f"page.{form}")], ["--format", form]):
+            error = CliRunner().invoke(application(), ["report", str(tmp_path / "run"), *named]).exception
+            assert isinstance(error, DestinationError) and "a device, a pipe or a socket" in str(error)
+        assert (tmp_path / f"page.{form}").is_fifo()
+
+
 def test_the_steps_that_a_studys_mean_is_of_are_those_that_it_has(tmp_path: Path) -> None:
     write_study(tmp_path / "study")
     content = json.loads((tmp_path / "study" / "parity.json").read_text())
