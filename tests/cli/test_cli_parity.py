@@ -188,11 +188,14 @@ def test_other_recipes_and_seeds_of_the_folder_stay_in_the_summary(parity: Run, 
         return dict(json.loads(done.out)["summary"]["tiny-mixtral"]["variants"])
 
     first = variants("--recipe", "bf16")
+    written = (tmp_path / "out" / "parity.json").rename(tmp_path / "written.json")
+    (tmp_path / "out" / "parity.json").symlink_to(written)
     assert variants("--recipe", "bf16", "--seeds", 1) == first
     both = variants("--recipe", "fp32", "--seeds", 1)
     assert {name: both[name] for name in first} == first and both["fp32"]["seeds"] == 1
     assert "over 2 seeds (fp32 1)" in parity("--recipe", "fp32", "--seeds", 1).out
     assert variants("--recipe", "fp32", "--recipe", "bf16") == variants("--recipe", "bf16", "--recipe", "fp32")
+    assert (tmp_path / "out" / "parity.json").is_symlink() and "fp32" in written.read_text()
     # Of another setting, or of a seed that stock has not:
     path = tmp_path / "out" / "runs" / "bf16.0.json"
     content = json.loads(path.read_text())
@@ -237,6 +240,11 @@ def test_results_of_another_study_are_refused_and_stay(
     assert results(tmp_path / "out") == before
     (tmp_path / "out" / "parity.json").write_text('{"models": {}}')  # of benchmarks/parity.py, say
     assert parity("--recipe", "bf16").code == 4
+    (tmp_path / "out" / "parity.json").unlink()
+    os.mkfifo(tmp_path / "out" / "parity.json")
+    refused = parity("--recipe", "bf16")
+    assert refused.code == 4 and "got a device, a pipe or a socket" in refused.err, refused
+    assert results(tmp_path / "out") == before, "nothing was trained"
 
 
 def test_a_short_text_names_what_is_needed_and_the_steps_that_fit(parity: Run, text: Path, tmp_path: Path) -> None:

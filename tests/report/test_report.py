@@ -345,7 +345,10 @@ def test_an_unwritable_target_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "page.html.partial").rmdir()
     size = write_report(contents, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size == size
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html"}
+    (tmp_path / "link.html").symlink_to("page.html")
+    assert write_report(contents, tmp_path / "link.html", "md") == (tmp_path / "page.html").stat().st_size < size
+    assert (tmp_path / "link.html").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html", "link.html"}
 
 
 def test_smoothing_is_the_trailing_mean_and_bands_enclose_it() -> None:
