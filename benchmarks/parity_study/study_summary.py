@@ -8,7 +8,8 @@ from typing import Any
 
 from study_runs import CONTROL, FP32_STEPS, FP32_VARIANTS, STOCK, VARIANTS
 
-from hf_neuron_moe.recipes.loss_differences import LAST, compared
+from hf_neuron_moe.recipes.loss_differences import compared
+from hf_neuron_moe.report.curves import LAST
 
 FP32_RTOL = 1e-6
 Curves = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]

@@ -45,6 +45,7 @@ def demo(
     if tiny and layers is not None:
         raise typer.BadParameter("leave out --layers, or --tiny, whose model has two.", param_hint="--tiny")
     from hf_neuron_moe.demo.smollm2 import weights_file
+    from hf_neuron_moe.output_files import check_file
     from hf_neuron_moe.report.page import render_page, write_page
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # there is one kind of progress, and tqdm reads this when imported
@@ -67,6 +68,8 @@ def demo(
     with watching("training", quiet=as_json, unit="steps") as (_, progress):
         chosen = subject.tiny(steps, seed) if tiny else subject.upcycled(model, layers, steps, seed)
         make_folder(output, "Name another folder with -o.")
+        for name in (RECORD, PAGE):
+            check_file(output / name, "Name another folder with -o.")
         _show(as_json, f"model: {chosen.title}")
         found = compare(chosen, output / RUNS, progress, lambda text: _show(as_json, text))
     write_page(json.dumps(found.to_dict(), indent=1) + "\n", output / RECORD)

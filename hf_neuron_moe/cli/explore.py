@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,10 +16,12 @@ from hf_neuron_moe.cli.progress_line import duration, in_words, watching
 from hf_neuron_moe.cli.shared_options import Json, Text
 from hf_neuron_moe.config import MOST_TOKENS
 from hf_neuron_moe.errors import DestinationError
+from hf_neuron_moe.output_files import check_file, replacing
 
 if TYPE_CHECKING:
     from hf_neuron_moe.explore.exploration import Exploration, Ranked
 
+NAME_FILE = "Name a file in a folder that exists."
 SHOWN = 10
 """Blocks of the ranking that a terminal shows."""
 
@@ -60,18 +63,12 @@ def explore(
 
     names = tuple(name.strip() for name in formats.split(",") if name.strip())
     second = plan.with_stem(f"{plan.stem}-convert") if plan is not None and "mxfp4" in names else None
-    written = [path for path in (plan, second, output, fold) if path is not None]
-    for path in written:
-        got = "two things to write there" if written.count(path) > 1 else ""
-        if path != fold:  # which is checked where it is written
-            got = got or ("a folder" if path.is_dir() else "")
-            got = got or ("" if path.absolute().parent.is_dir() else f"a name in {path.parent}, which is no folder")
-        if got:
-            fix = "Name a file in a folder that exists."
-            raise DestinationError.about(str(path), "a file that can be written", got, fix)
+    if output is not None and output.suffix not in ("", ".html", ".htm"):
+        raise typer.BadParameter(f"{output} is no .html.", param_hint="-o")
+    state = Path(f".explore-{model_dir.resolve().name}.partial")
+    _check_written([path for path in (plan, second, output, fold) if path is not None], fold, text, model_dir, state)
     quiet_transformers()
     options = Options(tokens, length, names, budget, device, step_tokens, verify, draws, fold)
-    state = Path(f".explore-{model_dir.resolve().name}.partial")
     with watching("exploring", unit="parts") as (watch, advance):
         try:
             result = run(model_dir, text, options, state, advance)
@@ -80,9 +77,9 @@ def explore(
                 typer.echo(f"The same command continues: what was measured is in {state}", err=True)
             raise
     if plan is not None:
-        plan.write_text(as_yaml(result.plan, result.model), encoding="utf-8")
+        _write_plan(plan, as_yaml(result.plan, result.model))
         if second is not None and result.convert_plan is not None:
-            second.write_text(as_yaml(result.convert_plan, result.model), "utf-8")
+            _write_plan(second, as_yaml(result.convert_plan, result.model))
     if output is not None:
         from hf_neuron_moe.explore.explore_page import write_explore_page
 
@@ -104,6 +101,23 @@ def explore(
             typer.echo(line, err=True)
     if code is not DONE:
         raise typer.Exit(code.code)
+
+
+def _check_written(paths: list[Path], fold: Path | None, text: Path, model_dir: Path, state: Path) -> None:
+    """Raise DestinationError where one of `paths` cannot be written, or is what the run reads or writes elsewhere."""
+    taken = {os.path.realpath(file): "a file of the model" for file in model_dir.glob("*") if file.is_file()}
+    taken |= {os.path.realpath(text): "the text", os.path.realpath(state): "the file of an interrupted run"}
+    for path in paths:
+        if path != fold:  # which is checked where it is written
+            check_file(path, NAME_FILE)
+        if got := taken.get(os.path.realpath(path)):
+            raise DestinationError.about(str(path), "a file that may be replaced", got, "Name another file.")
+        taken[os.path.realpath(path)] = "the name of another file to write"
+
+
+def _write_plan(path: Path, plan: str) -> None:
+    with replacing(path, NAME_FILE) as partial:
+        partial.write_text(plan, encoding="utf-8")
 
 
 def _show(result: Exploration) -> None:

@@ -87,7 +87,8 @@ def _named(recipes: list[str]) -> dict[str, Any]:
         name = _UNFIT.sub("-", Path(recipe).stem) if is_file else recipe
         if name in named or name == "stock" or (is_file and name in PRECISIONS):
             got = f"{recipe!r}, whose variant would be named {name!r} like another one"
-            raise ConfigError.about("recipe", "precisions and files of different names", got, "Rename the file.")
+            fix = "Name it once." if recipes.count(recipe) > 1 else "Rename the file."
+            raise ConfigError.about("recipe", "precisions and files of different names", got, fix)
         if is_file and not Path(recipe).suffix and not Path(recipe).exists():
             raise not_one_of("recipe", recipe, (*PRECISIONS, "a YAML file"))
         named[name] = read_recipe(Path(recipe)) if is_file else recipe
@@ -113,7 +114,8 @@ def _show(study: RecipeStudy, summary: Mapping[str, Mapping[str, Any]]) -> None:
     from rich.markup import escape
     from rich.table import Column, Table
 
-    from hf_neuron_moe.recipes.loss_differences import LAST, t_factor
+    from hf_neuron_moe.recipes.loss_differences import t_factor
+    from hf_neuron_moe.report.curves import LAST
 
     console = Console()
     if not console.is_terminal:
@@ -131,7 +133,9 @@ def _show(study: RecipeStudy, summary: Mapping[str, Mapping[str, Any]]) -> None:
     lines = [f"{study.setting.steps} steps on the same batches; stock's evaluation loss was {start:.4f} before"]
     if (seeds := summary["stock"]["seeds"]) > 1:
         reach = f"{t_factor(seeds - 1):.1f} standard errors of the mean"
-        lines.append(f"±: 95 % confidence over {seeds} seeds, {reach}; more seeds narrow it")
+        fewer = [f"{name} {of['seeds']}" for name, of in summary.items() if of["seeds"] != seeds]
+        but = f" ({', '.join(fewer)})" if fewer else ""
+        lines.append(f"±: 95 % confidence over {seeds} seeds{but}, {reach}; more seeds narrow it")
     else:
         lines.append("One seed has no confidence band: add --seeds 3")
     lines += [_verdict(name, of["eval"]) for name, of in summary.items() if name != "stock"]

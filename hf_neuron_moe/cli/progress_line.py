@@ -23,7 +23,8 @@ LOG_SECONDS = 60.0  # between two lines in a log: what takes less has none
 class Watch:
     """What is known of a long operation."""
 
-    done: int = 0  # bytes reported last
+    unit: str = ""  # of what is counted; bytes without
+    done: int = 0  # reported last
     peak: int = 0  # largest anonymous memory seen, in bytes
     start: float = field(default_factory=time.monotonic)
 
@@ -37,8 +38,9 @@ class Watch:
         self.done = done
 
     def cost(self) -> dict[str, float]:
-        """Return bytes, time and memory, for JSON."""
-        return {"bytes": self.done, "seconds": round(self.seconds, 3), "peak_memory_bytes": self.peak}
+        """Return time and memory, and the bytes where these are counted, for JSON."""
+        counted = {} if self.unit else {"bytes": self.done}
+        return {**counted, "seconds": round(self.seconds, 3), "peak_memory_bytes": self.peak}
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def watching(label: str, *, quiet: bool = False, unit: str = "") -> Iterator[tup
     What is counted are bytes, or with `unit` things of that name. The watch sees memory in either case.
     A thread looks at the memory: steps are too far apart for that, and when one is reported it is given back already.
     """
-    watch, stop = Watch(), threading.Event()
+    watch, stop = Watch(unit), threading.Event()
     thread = threading.Thread(target=_sample, args=(watch, stop), name="memory", daemon=True)
     thread.start()
     try:

@@ -29,7 +29,9 @@ def report(
     Results, loss curves, patch map, saved bytes, quantization health, expert load, environment; reads the files of
     NeuronMoETrainer and the parity.json of the parity study. The page is one file and loads nothing from a network.
     """
+    from hf_neuron_moe.output_files import check_file
     from hf_neuron_moe.report import read_runs, render, write_report
+    from hf_neuron_moe.report.page import NAME_PAGE
 
     form = form or _SUFFIXES.get(output.suffix if output else "")
     if form is None:
@@ -37,11 +39,13 @@ def report(
     printed = str(output) == "-"
     if printed and (as_json or open_it):
         raise typer.BadParameter("leave out --json and --open, or name a file.", param_hint="-o -")
+    target = output or run_dir / f"report.{form}"
+    if not printed and (output or run_dir.is_dir()):  # without a folder there is no run to read
+        check_file(target, NAME_PAGE)
     contents = read_runs(run_dir)
     if printed:
         typer.echo(render(contents, form))
         return
-    target = output or run_dir / f"report.{form}"
     size = write_report(contents, target, form)
     runs, studies = len(contents.runs), len(contents.studies)
     facts: dict[str, Any] = {"ok": True, "report": str(target), "runs": runs, "studies": studies, "bytes": size}

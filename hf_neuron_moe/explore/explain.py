@@ -131,6 +131,10 @@ def reason_of(name: str, block: BlockMeasures, form: str) -> Reason:
     share = block.scores[f"{form} {worst}"].total / (block.scores[form].total or math.nan)
     most = f", {100 * share:.0f} % of the block's change" if 0 < share <= 1 else ""
     where = f"{_product_words(worst, block)} of {_layer_of(name)}"
+    zeros = [each for each, (_, found) in operands.items() if found["amax"] == 0]
+    if zeros:
+        remedy = "Nothing is lost: the product is zero in every format."
+        return Reason(f"{where}{most}: its {' and '.join(zeros)} are all zeros.", remedy + in_bf16, OTHER_FORM, costly)
     text = f"{where}{most}: its {kind} have {figures['sqnr_db']:.1f} dB SQNR"
     if figures["flushed"] >= 0.001:
         text += f", {100 * figures['flushed']:.1f} % of them become zero"

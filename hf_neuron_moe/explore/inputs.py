@@ -141,7 +141,7 @@ def _cut(text: str) -> tuple[str, str]:
 def _text_of(line: str, number: int, path: Path, fix: str) -> Any:
     try:
         entry = json.loads(line)
-        text = entry.get(TEXT_KEY, entry.get(CHAT_KEY))
+        text = entry.get(CHAT_KEY) if entry.get(TEXT_KEY) is None else entry[TEXT_KEY]
     except (ValueError, AttributeError, RecursionError):
         text = None
     if isinstance(text, str):
@@ -149,4 +149,18 @@ def _text_of(line: str, number: int, path: Path, fix: str) -> Any:
     elif not (isinstance(text, list) and text):
         expected = f'JSON objects with the key "{TEXT_KEY}" or "{CHAT_KEY}", one per line'
         raise ConfigError.about("text", expected, f"line {number} of {path}: {line[:60].strip()!r}", fix)
+    else:
+        for place, message in enumerate(text, 1):
+            if not _has_content(message):
+                got = f"message {place} in line {number} of {path}: {str(message)[:60]!r}"
+                fix = "Write messages such as {role: user, content: Hello}."
+                raise ConfigError.about("text", "chats of messages with a content", got, fix)
     return text
+
+
+def _has_content(message: Any) -> bool:
+    """Whether a message of a chat has what `train` wants, too: texts, or calls of tools in their place."""
+    if not isinstance(message, dict):
+        return False
+    content = message.get("content")
+    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))

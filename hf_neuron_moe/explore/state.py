@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import warnings
 from collections.abc import Sequence
@@ -17,8 +16,10 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.errors import DestinationError, NeuronMoEWarning
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.operand_sums import Operand
+from hf_neuron_moe.output_files import check_file, replacing
 
 FORM = 4
+OTHER_FOLDER = "Remove it, or start in another folder."
 
 
 def identity_of(folder: Path, text: Path, options: Sequence[Any]) -> str:
@@ -32,13 +33,13 @@ def identity_of(folder: Path, text: Path, options: Sequence[Any]) -> str:
 
 def save_state(path: Path, identity: str, measures: Measures) -> None:
     """Write what was gathered, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    torch.save({"identity": identity, "measures": asdict(measures)}, partial)
-    os.replace(partial, path)
+    with replacing(path, OTHER_FOLDER) as partial:
+        torch.save({"identity": identity, "measures": asdict(measures)}, partial)
 
 
 def load_state(path: Path, identity: str) -> Measures | None:
     """Return what a run with this identity left; None where there is none, or one of another run."""
+    check_file(path, OTHER_FOLDER)
     if not path.is_file():
         return None
     try:

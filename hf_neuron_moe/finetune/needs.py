@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ast
-import errno
 import inspect
-import os
-import tempfile
 import textwrap
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +27,7 @@ from trl import DPOTrainer
 from hf_neuron_moe.errors import not_one_of
 from hf_neuron_moe.finetune.mistakes import pass_all
 from hf_neuron_moe.finetune.train_options import DPOArguments, bad, one_line
+from hf_neuron_moe.output_files import WRITABLE_FOLDER, why_no_folder
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """httpx's HTTPError, of the httpx that this huggingface_hub uses; errors of connections are among them."""
@@ -126,22 +123,8 @@ def check_schedule(training: Any) -> None:
 
 def check_output(folder: str) -> None:
     """Refuse an output folder that cannot be made or written to; nothing of the probe stays behind."""
-    there = Path(folder).absolute()
-    try:
-        os.lstat(there)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            why = "characters that it cannot have" if isinstance(error, ValueError) else "a name too long"
-            raise bad("output_dir", "a name of a folder", why, "Name another folder.") from error
-    while not os.path.lexists(there) and there != there.parent:
-        there = there.parent
-    try:
-        with tempfile.TemporaryDirectory(prefix=".finetune-", dir=there):
-            pass
-    except OSError as error:
-        why = f"{there} is no folder" if not there.is_dir() else f"{there}: {error.strerror or one_line(error)}"
-        expected = "a folder that exists or can be made, and that can be written to"
-        raise bad("output_dir", expected, f"{folder!r} ({why})", "Name another folder.") from error
+    if (why := why_no_folder(folder)) is not None:
+        raise bad("output_dir", WRITABLE_FOLDER, f"{folder!r} ({why})", "Name another folder.")
 
 
 def check_reporting(name: str) -> None:

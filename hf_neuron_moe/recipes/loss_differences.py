@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LAST = 100
-"""Steps at the end of a run whose mean loss is compared; of a shorter run all."""
+from hf_neuron_moe.report.curves import LAST
+
 CONFIDENCE = 0.95
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]

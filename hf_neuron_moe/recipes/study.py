@@ -10,6 +10,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.io.file_hashes import hash_file
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE, checkpoint_folder
 from hf_neuron_moe.convert.io.source import read_source
-from hf_neuron_moe.errors import DestinationError, NeuronMoEError, public
+from hf_neuron_moe.errors import DestinationError, NeuronMoEError, NonFiniteLossError, public
 from hf_neuron_moe.explore.inputs import check_finite, checked_rows
+from hf_neuron_moe.output_files import WRITABLE_FOLDER, why_no_folder
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.recipes.loss_differences import compared, paired
 from hf_neuron_moe.recipes.variant_runs import Run, Setting, store, stored, trained
@@ -53,6 +55,7 @@ class RecipeStudy:
     Attributes:
         runs: variant and seed of each run, seed by seed: an early end leaves whole comparisons.
         missing: those that had no result yet.
+        joined: variant and seed of other runs that ended in `folder` in the same study; the summary has them, too.
     """
 
     @public("parity")
@@ -76,10 +79,11 @@ class RecipeStudy:
             "version": __version__,
         }
         self.runs = [(variant, seed) for seed in range(seeds) for variant in self.variants]
-        if folder.exists() and not folder.is_dir():
-            raise DestinationError.about(str(folder), "a folder", "a file", "Name another one with -o.")
+        if (why := why_no_folder(folder)) is not None:
+            raise DestinationError.about(str(folder), WRITABLE_FOLDER, why, "Name another one with -o.")
         self._known(folder / STUDY_FILE, "study", self.identity)
         self.missing = [run for run in self.runs if self._result(*run) is None]
+        self.joined = self._joined()
 
     @public("parity")
     def do(self, variant: str, seed: int, stepped: Callable[[], None]) -> None:
@@ -90,14 +94,26 @@ class RecipeStudy:
         check_finite(model)
         if config is not None:
             patch_model(model, config)
-        measured = trained(model, self.blocks, self.rows, self.setting, Run(path.with_suffix(""), seed, stepped))
+        folders = path.with_suffix(""), path.parent, self.folder
+        made = [folder for folder in folders if not folder.exists()]
+        try:
+            measured = trained(model, self.blocks, self.rows, self.setting, Run(folders[0], seed, stepped))
+        except NonFiniteLossError:
+            with suppress(OSError):  # one has files of steps before, and stays
+                for folder in made:
+                    folder.rmdir()
+            raise
         store(path, {"settings": self._settings(variant, seed), **measured})
 
     def finish(self) -> dict[str, Any]:
-        """Return the summary over all runs, none of which is missing; ``parity.json`` has it with the curves."""
+        """Return the summary over all runs, none of which is missing, and those that joined.
+
+        ``parity.json`` has it with the curves.
+        """
         found: dict[str, dict[str, Any]] = {}
-        for variant, seed in self.runs:
-            found.setdefault(variant, {})[str(seed)] = self._result(variant, seed)
+        runs = [*self.runs, *self.joined]
+        for variant, seed in runs:
+            found.setdefault(variant, {})[str(seed)] = stored(self._path(variant, seed))
         curves = {name: _column(results, "losses") for name, results in found.items()}
         summary = compared(curves, dict.fromkeys(found.keys() - {STOCK}, STOCK))
         for name, results in found.items():
@@ -106,12 +122,12 @@ class RecipeStudy:
             paired_losses = paired(_column(results, "eval_loss"), _column(found[STOCK], "eval_loss"))
             summary[name] |= {**measured, "time_ratio": time_ratio, "eval": {} if name == STOCK else paired_losses}
         seconds = sum(result["seconds"] for results in found.values() for result in results.values())
-        steps = {self.name: self.setting.steps * len(self.runs)}
+        steps = {self.name: self.setting.steps * len(runs)}
         content = {
             "summary": {self.name: {"variants": summary, "fp32": None}},
             "saved_bytes_per_token": {self.name: {name: of["saved_bytes_per_token"] for name, of in summary.items()}},
             "environment": environment(),
-            "runs": {"planned": len(self.runs), "complete": len(self.runs), "steps": steps, "seconds": seconds},
+            "runs": {"planned": len(runs), "complete": len(runs), "steps": steps, "seconds": seconds},
             "study": self.identity,
         }
         store(self.folder / STUDY_FILE, {"models": {self.name: curves}, **content})
@@ -127,15 +143,32 @@ class RecipeStudy:
     def _result(self, variant: str, seed: int) -> dict[str, Any] | None:
         return self._known(self._path(variant, seed), "settings", self._settings(variant, seed))
 
+    def _joined(self) -> list[tuple[str, int]]:
+        """Runs of earlier calls with other recipes or more seeds, where stock has their seed, too."""
+        found = []
+        for path in (self.folder / RUNS_FOLDER).glob("*.json"):
+            variant, _, seed = path.stem.rpartition(".")
+            if variant and seed.isdecimal() and (variant, int(seed)) not in self.runs:
+                settings = (stored(path) or {"settings": {}})["settings"]
+                if not _differing(settings, {**self.identity, "seed": int(seed)}):
+                    found.append((variant, int(seed)))
+        seeds = {seed for variant, seed in [*self.runs, *found] if variant == STOCK}
+        return sorted(run for run in found if run[1] in seeds)
+
     def _known(self, path: Path, key: str, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         """What a file has, None without the file; DestinationError where it is of another study or recipe."""
         found = stored(path, key)
-        asked = json.loads(json.dumps(identity))
-        if found is not None and (differing := [name for name in asked if found[key].get(name) != asked[name]]):
+        if found is not None and (differing := _differing(found[key], identity)):
             got = f"one with another {', '.join(differing)}"
             fix = "Name another folder with -o, or ask for the same as before. More seeds and recipes may join."
             raise DestinationError.about(str(path), "a result of the same study", got, fix)
         return found
+
+
+def _differing(found: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """Names in `identity` that a file has with another value."""
+    asked = json.loads(json.dumps(identity))
+    return [name for name in asked if found.get(name) != asked[name]]
 
 
 def _column(results: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_neuron_moe.errors import DestinationError, NonFiniteLossError
+from hf_neuron_moe.output_files import check_file
 from hf_neuron_moe.training import NeuronMoETrainer, NeuronMoETrainingArguments, measure_saved_bytes
 from hf_neuron_moe.training.run_files import write_whole
 
@@ -96,6 +98,8 @@ def saved_bytes_per_token(model: nn.Module, blocks: Sequence[str], ids_BL: Tenso
 
 def stored(path: Path, identity: str = "settings") -> dict[str, Any] | None:
     """Return what an earlier call of :func:`store` left, None without; `identity` is the key of what it belongs to."""
+    if os.path.lexists(path):
+        check_file(path, "Remove it, or name another folder with -o.")
     if not path.is_file():
         return None
     try:
@@ -135,6 +139,8 @@ class Observed(NeuronMoETrainer):
             moment = f"step {len(self.losses) + 1}" if model.training else "evaluation"
             which = f"the loss of {self.run.folder.name}, {moment},"
             fix = "Lower --learning-rate. If stock is named, the model or its checkpoint is at fault, no recipe."
+            if not self.losses:
+                fix = "No step was taken yet: the model or its checkpoint is at fault, or the recipe if one is named."
             raise NonFiniteLossError.about(which, "finite", entropy, fix)
         if model.training:
             self.losses.append(entropy)

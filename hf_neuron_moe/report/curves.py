@@ -9,6 +9,8 @@ from itertools import accumulate
 
 from hf_neuron_moe.report.plots import Line, Point
 
+LAST = 100
+"""Steps at the end of a run whose mean loss a study compares; of a shorter run all."""
 MOST_POINTS = 1000  # of a curve in the page, which can be zoomed
 
 

@@ -10,13 +10,11 @@ its legend as buttons, its values as a table, and a CSV to download. Only `rende
 from __future__ import annotations
 
 import base64
-import contextlib
 import csv
 import hashlib
 import io
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +24,11 @@ from typing import Any
 from urllib.parse import quote
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.errors import DestinationError, DiskError, ReportError, public
+from hf_neuron_moe.errors import ReportError, public
+from hf_neuron_moe.output_files import replacing
 from hf_neuron_moe.report.plots import Cell, Figure, Table
 
-_WRITABLE = "a file that can be written"
+NAME_PAGE = "Name a file (-o FILE.html) in a folder that exists."
 _HERE = Path(__file__).parent
 _MARKDOWN = re.compile(r"([\\`*\[\]<>|&#~$])")
 _FORMULA = re.compile(r"[=+\-@\t\r]")
@@ -119,23 +118,9 @@ def render_json(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 @public("report")
 def write_page(text: str, path: Path) -> int:
     """Write a page whole or not at all; return its size in bytes."""
-    remedy = "Name another file: -o FILE.html."
-    if path.is_dir() or not path.parent.is_dir():
-        got = "a folder" if path.is_dir() else f"a name in {path.parent}, which is no folder"
-        remedy = "Name a file (-o FILE.html) in a folder that exists."
-        raise DestinationError.about(str(path), _WRITABLE, got, remedy)
     page = text.encode(errors="replace")  # names of files may hold bytes that are no text
-    partial = path.with_name(path.name + ".partial")
-    try:
+    with replacing(path, NAME_PAGE) as partial:
         partial.write_bytes(page)
-        os.replace(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # the first error says what is wrong
-            partial.unlink(missing_ok=True)
-        if isinstance(error, FileNotFoundError):  # what /proc and the like say of every new file
-            got = f"a name in {path.parent}, where no file can be created"
-            raise DestinationError.about(str(path), _WRITABLE, got, remedy) from error
-        raise DiskError.about(str(path), _WRITABLE, error.strerror, remedy) from error
     return len(page)
 
 

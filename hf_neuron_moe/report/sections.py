@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_neuron_moe.errors import pattern_of, spelled_together
-from hf_neuron_moe.report.curves import band, band_of_runs, differences
+from hf_neuron_moe.report.curves import LAST, band, band_of_runs, differences
 from hf_neuron_moe.report.page import Missing, Part, Section
 from hf_neuron_moe.report.plots import Figure, Line, Table, Threshold, bar_figure, heat_map, line_figure, short_names
 from hf_neuron_moe.report.run_data import RunData, StudyData
@@ -58,10 +58,11 @@ def _summary(study: StudyData, model: str) -> Mapping[str, Any]:
 
 
 def _study_table(study: StudyData) -> list[Table]:
-    rows = []
-    for model in study.content["models"]:
+    rows, taken = [], set()
+    for model, curves in study.content["models"].items():
         summary = _summary(study, model)
         for name, entry in summary["variants"].items():
+            taken |= {min(LAST, len(losses)) for losses in curves.get(name, {}).values()}
             spread, gap, goal = "-", "-", "-"
             if entry.get("seed_spread_percent") is not None:
                 spread = f"{entry['seed_spread_percent']:.2f} %"
@@ -74,7 +75,8 @@ def _study_table(study: StudyData) -> list[Table]:
             gap = f"{exact['largest_difference']:.1e} (largest, relative)"
             name = f"fp32: lossless policies, {exact['steps']} steps"
             rows.append((model, name, "-", "-", gap, f"{exact['goal']:g}: {'met' if exact['met'] else 'missed'}"))
-    columns = ("model", "variant", "last-100 mean", "seeds' spread", "difference", "goal")
+    last = " or ".join(map(str, sorted(taken))) or LAST
+    columns = ("model", "variant", f"mean of last {last} steps", "seeds' spread", "difference", "goal")
     return [Table(columns, rows)] if rows else []
 
 

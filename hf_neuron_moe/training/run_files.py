@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
+from hf_neuron_moe.output_files import replacing
+
 FOLDER = "neuron_moe"
 RUN_FILE, METRICS_FILE, EVALUATIONS_FILE = "run.json", "metrics.jsonl", "evaluations.jsonl"
 GUARD_FILE = "guard.jsonl"
@@ -139,6 +141,5 @@ def _is_until(line: str, step: int) -> bool:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ import pytest
 from hf_neuron_moe.demo.tiny_model import make_tiny_model
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, SourceDamageError
 from hf_neuron_moe.finetune.mistakes import pass_all, raise_together
+from hf_neuron_moe.output_files import WRITABLE_FOLDER
 from tests.cli.conftest import Result
 
 STAGES = {
@@ -56,10 +57,10 @@ STAGES = {
         (f"eval_files: [{'z' * 300}.jsonl]", "eval_files must be existing files"),
         (f"tokenizer: {'z' * 300}", "tokenizer must be an existing folder or a hub id, got a name that no folder"),
         (f"resume_from_checkpoint: {'z' * 300}", "resume_from_checkpoint must be a checkpoint folder"),
-        (f"output_dir: {'z' * 300}", "output_dir must be a name of a folder, got a name too long"),
+        (f"output_dir: {'z' * 300}", f"output_dir must be {WRITABLE_FOLDER}, got '{'z' * 300}' (a name too long)"),
     ),
     "characters": (
-        ('output_dir: "a\\0b"', "output_dir must be a name of a folder, got characters that it cannot have"),
+        ('output_dir: "a\\0b"', f"output_dir must be {WRITABLE_FOLDER}, got 'a\\x00b' (characters"),
         ("report_to: [foo]", "report_to must be one of"),
     ),
 }

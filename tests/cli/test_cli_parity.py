@@ -180,6 +180,31 @@ def test_ended_runs_are_not_repeated_and_more_seeds_join(
     assert results(tmp_path / "out")["bf16.0"]["losses"] == first["bf16.0"]["losses"], "bit for bit"
 
 
+def test_other_recipes_and_seeds_of_the_folder_stay_in_the_summary(parity: Run, tmp_path: Path) -> None:
+    def variants(*options: object) -> dict[str, dict[str, Any]]:
+        done = parity(*options, "--json")
+        assert done.code == 0, done
+        assert json.loads((tmp_path / "out" / "parity.json").read_text())["summary"] == json.loads(done.out)["summary"]
+        return dict(json.loads(done.out)["summary"]["tiny-mixtral"]["variants"])
+
+    first = variants("--recipe", "bf16")
+    written = (tmp_path / "out" / "parity.json").rename(tmp_path / "written.json")
+    (tmp_path / "out" / "parity.json").symlink_to(written)
+    assert variants("--recipe", "bf16", "--seeds", 1) == first
+    both = variants("--recipe", "fp32", "--seeds", 1)
+    assert {name: both[name] for name in first} == first and both["fp32"]["seeds"] == 1
+    assert "over 2 seeds (fp32 1)" in parity("--recipe", "fp32", "--seeds", 1).out
+    assert variants("--recipe", "fp32", "--recipe", "bf16") == variants("--recipe", "bf16", "--recipe", "fp32")
+    assert (tmp_path / "out" / "parity.json").is_symlink() and "fp32" in written.read_text()
+    # Of another setting, or of a seed that stock has not:
+    path = tmp_path / "out" / "runs" / "bf16.0.json"
+    content = json.loads(path.read_text())
+    content["settings"]["length"] = 8
+    path.write_text(json.dumps(content))
+    (tmp_path / "out" / "runs" / "stock.1.json").unlink()
+    assert set(variants("--recipe", "fp32", "--seeds", 1)) == {"stock", "fp32"}
+
+
 def test_results_of_another_study_are_refused_and_stay(
     parity: Run, text: Path, recipe: Path, mixtral: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +240,11 @@ def test_results_of_another_study_are_refused_and_stay(
     assert results(tmp_path / "out") == before
     (tmp_path / "out" / "parity.json").write_text('{"models": {}}')  # of benchmarks/parity.py, say
     assert parity("--recipe", "bf16").code == 4
+    (tmp_path / "out" / "parity.json").unlink()
+    os.mkfifo(tmp_path / "out" / "parity.json")
+    refused = parity("--recipe", "bf16")
+    assert refused.code == 4 and "got a device, a pipe or a socket" in refused.err, refused
+    assert results(tmp_path / "out") == before, "nothing was trained"
 
 
 def test_a_short_text_names_what_is_needed_and_the_steps_that_fit(parity: Run, text: Path, tmp_path: Path) -> None:
@@ -242,7 +272,12 @@ def test_mistakes_are_found_before_a_step(parity: Run, mixtral: Path, recipe: Pa
     for call, code, said in (
         (lambda: parity("--recipe", recipe), 2, "recipe first-bf16: patch_model: precision must be globs that match"),
         (lambda: parity("--recipe", "mxpf8"), 2, "Did you mean 'mxfp8'?"),
-        (lambda: parity("--recipe", "bf16", "--recipe", "bf16"), 2, "--recipe must be precisions and files of diff"),
+        (
+            lambda: parity("--recipe", "bf16", "--recipe", "bf16"),
+            2,
+            "like another one. Name it once.",
+        ),
+        (lambda: parity("--recipe", "bf16", "-o", recipe / "x"), 4, f"got {recipe} is no folder"),
         (lambda: parity("--recipe", tmp_path / "none.yaml"), 2, "none.yaml (FileNotFoundError"),
         (lambda: parity("--recipe", "bf16", "--length", 65), 2, "--length must be at most 64"),
         (lambda: parity("--recipe", "bf16", "--learning-rate", "nan"), 2, "nan is no finite number"),
@@ -263,7 +298,7 @@ def test_a_loss_that_is_not_finite_is_named(parity: Run, mixtral: Path, tmp_path
     model = AutoModelForCausalLM.from_pretrained(mixtral)
     for value, words in (
         (float("nan"), "model.norm.weight must be finite"),
-        (3e38, "the loss of stock.0, evaluation, must be finite, got nan."),
+        (3e38, "the loss of stock.0, evaluation, must be finite, got nan. No step was taken yet: the model"),
     ):
         with torch.no_grad():
             model.model.norm.weight.fill_(value)
@@ -271,7 +306,8 @@ def test_a_loss_that_is_not_finite_is_named(parity: Run, mixtral: Path, tmp_path
         save_byte_tokenizer(broken)
         refused = parity("--recipe", "bf16", model=broken)
         assert refused.code == 1 and words in refused.err, refused
-    assert results(tmp_path / "out") == {}
+        assert "--learning-rate" not in refused.err
+    assert not (tmp_path / "out").exists()
 
 
 def _until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -158,6 +159,11 @@ def test_options_that_contradict_each_other_and_a_folder_that_is_a_file(
     (tmp_path / "file").touch()
     assert call("--tiny", "--output", tmp_path / "file") == 4
     assert "must be a folder" in capsys.readouterr().err
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped" / "demo.html")
+    assert call("--tiny", "--output", tmp_path / "piped") == 4
+    assert "got a device, a pipe or a socket" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "piped").iterdir()] == ["demo.html"]
 
 
 def test_saved_bytes_are_measured_whatever_token_pads() -> None:

@@ -63,6 +63,7 @@ def test_one_json_object_with_ranking_and_plan(family, tmp_path, monkeypatch, ca
     folder = checkpoint(tmp_path / family, family)
     monkeypatch.chdir(tmp_path)
     formats = ("--formats", "bf16,mxfp8,mxfp4,fp8-saved") if family == "llama" else ()
+    Path("plan.yaml").symlink_to("written.yaml")
     options = ["--tokens", 256, "--length", 64, "--verify", 2, "--plan", "plan.yaml", *formats]
     code, out = printed(capsys, monkeypatch, folder, TEXT, *options, "--json")
     assert code == 0, out
@@ -74,7 +75,8 @@ def test_one_json_object_with_ranking_and_plan(family, tmp_path, monkeypatch, ca
     assert predicted == sorted(predicted, reverse=True)
     assert sum(row["measured"] is not None for row in found["ranking"]) == 2
     assert all(row["reason"] and row["remedy"] for row in found["ranking"])
-    assert yaml.safe_load(Path("plan.yaml").read_text()) == found["plan"]
+    assert Path("plan.yaml").is_symlink() and yaml.safe_load(Path("written.yaml").read_text()) == found["plan"]
+    assert found["cost"].keys() == {"seconds", "peak_memory_bytes"}  # what is counted are no bytes
     assert (found["convert_plan"] is not None) == bool(formats) == Path("plan-convert.yaml").exists()
     details = found["convert_plan_details"]
     assert (details is not None) == bool(formats)
@@ -171,9 +173,16 @@ def test_the_plan_is_a_recipe_of_the_other_commands(model_dir, tmp_path, monkeyp
         (["--formats", "mxfp4"], "--formats must be a list with mxfp8, which is planned, got 'mxfp4'", 2),
         (["--plan", "."], "got a folder", 4),
         (["-o", "."], "got a folder", 4),
-        (["--plan", "same", "-o", "same"], "got two things to write there", 4),
-        (["--fold", "same", "-o", "same"], "got two things to write there", 4),
-        (["--formats", "mxfp8,mxfp4", "--plan", "p.yaml", "-o", "p-convert.yaml"], "got two things to write there", 4),
+        (["--plan", "same", "-o", "same"], "got the name of another file to write", 4),
+        (["--fold", "same", "-o", "same"], "got the name of another file to write", 4),
+        (["--plan", "page.html", "-o", "link.html"], "got the name of another file to write", 4),
+        (["--formats", "mxfp8,mxfp4", "--plan", "p", "-o", "p-convert"], "got the name of another file to write", 4),
+        (["--plan", "short.jsonl"], "got the text", 4),
+        (["--plan", "model/config.json"], "got a file of the model", 4),
+        (["--plan", ".explore-llama.partial"], "got the file of an interrupted run", 4),
+        (["-o", "page.pdf"], "page.pdf is no .html", 2),
+        (["--plan", "pipe"], "got a device, a pipe or a socket", 4),
+        (["-o", "pipe"], "got a device, a pipe or a socket", 4),
         (["--plan", "nowhere/plan.yaml"], "no folder", 4),
         (["--fold", "."], "fold must be a folder that does not exist", 4),
     ],
@@ -184,10 +193,23 @@ def test_wrong_options_are_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "short.jsonl"
     text.write_text("".join(TEXT.read_text().splitlines(keepends=True)[:2]))
-    before = set(tmp_path.iterdir())
+    (tmp_path / "link.html").symlink_to("page.html")
+    (tmp_path / "model").symlink_to(model_dir)
+    os.mkfifo(tmp_path / "pipe")
+    before, content = set(tmp_path.iterdir()), text.read_bytes()
+    monkeypatch.setattr(running.Pass, "run", lambda *arguments: pytest.fail("a row was measured"))
     found, out = printed(capsys, monkeypatch, model_dir, text, *arguments)
     assert (found, words in out) == (code, True), out
-    assert set(tmp_path.iterdir()) == before
+    assert set(tmp_path.iterdir()) == before and text.read_bytes() == content
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_folder_in_the_place_of_the_state_is_refused_before_a_row(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path(f".explore-{model_dir.name}.partial").mkdir()
+    monkeypatch.setattr(running.Pass, "run", lambda *arguments: pytest.fail("a row was measured"))
+    code, out = printed(capsys, monkeypatch, model_dir, TEXT, "--tokens", 256, "--length", 64)
+    assert code == 4 and f".explore-{model_dir.name}.partial must be a file that can be written" in out, out
 
 
 def test_a_short_text_names_options_that_it_does_for(model_dir, tmp_path, monkeypatch, capsys):
@@ -245,6 +267,8 @@ def test_a_model_that_is_not_finite_is_refused_by_tensor(model_dir, tmp_path):
         ("bad.jsonl", '{"txt": "a"}\n', "line 1 of"),
         ("bad.jsonl", "[1]\n", "line 1 of"),
         ("bad.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "tokenizer without a chat template"),
+        ("bad.jsonl", '{"text": null, "messages": [{"content": "a"}, {"role": "user"}]}', "got message 2 in line 1 of"),
+        ("bad.jsonl", '{"messages": ["a"]}', "got message 1 in line 1 of"),
         ("absent.txt", None, "a file that can be read"),
         ("binary.txt", b"\xff\xfe\xff", "UTF-8, got"),
         ("late.txt", b"\n" * (1 << 20) + b"caf\xe9 ", "with the byte 0xe9, which is none there"),
@@ -377,6 +401,8 @@ def test_chats_are_cut_by_the_tokenizers_template(tmp_path):
 
     (tmp_path / "a.jsonl").write_text('{"messages": [{"content": "a"}, {"content": "bb"}]}\n' * 2)
     assert token_rows(tmp_path / "a.jsonl", Chats(), 4, 2).tolist() == [[1, 2], [1, 2]]
+    (tmp_path / "b.jsonl").write_text('{"text": null, "messages": [{"content": "a"}, {"content": "bb"}]}\n')
+    assert token_rows(tmp_path / "b.jsonl", Chats(), 2, 2).tolist() == [[1, 2]]
 
 
 def test_memory_does_not_grow_with_the_text(model_dir):
@@ -457,6 +483,10 @@ def test_nothing_measured_is_lost_where_a_file_cannot_be_written(model_dir, tmp_
         broken.setattr("hf_neuron_moe.explore.explore_page.write_explore_page", full)
         assert printed(capsys, monkeypatch, model_dir, TEXT, *sizes)[0] == 5
     monkeypatch.setattr(running.Pass, "run", lambda *arguments: pytest.fail("a row was measured again"))
+    Path("plan.yaml.partial").mkdir()
+    code, out = printed(capsys, monkeypatch, model_dir, TEXT, *sizes, "--plan", "plan.yaml")
+    assert code == 5 and "plan.yaml must be a file that can be written, got Is a directory" in out, out
+    Path("plan.yaml.partial").rmdir()
     assert printed(capsys, monkeypatch, model_dir, TEXT, *sizes)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 

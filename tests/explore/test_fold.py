@@ -47,6 +47,19 @@ def test_a_planted_channel_is_named_and_folded_away(family: str, plant: Any, pow
     assert all(reason.remedy_kind != FOLD for reason in reasons(model, row_L).values())
 
 
+@pytest.mark.parametrize("kind", ["weights", "activations"])
+def test_an_operand_of_zeros_is_named(kind: str, tmp_path: Path) -> None:
+    """It has no SQNR: nothing is lost, and there is no signal either."""
+    model = loaded(checkpoint(tmp_path / "model"))
+    layer = model.model.layers[1]
+    with torch.no_grad():
+        parts = [layer.mlp.gate_proj, layer.mlp.up_proj] if kind == "weights" else [layer.post_attention_layernorm]
+        for part in parts:
+            part.weight.zero_()
+    reason = reasons(model, torch.randint(3, 200, (64,)))["model.layers.1.mlp"]
+    assert reason.text.endswith(f"of layer 1: its {kind} are all zeros.") and "nan" not in reason.text, reason
+
+
 @pytest.mark.parametrize("product", ["gate_up", "down"])
 def test_experts_without_a_gate_have_words_and_remedies_of_their_own(product: str, tmp_path: Path) -> None:
     """A channel of up's input folds into the norm; one of down's does not, because up is squared before it."""

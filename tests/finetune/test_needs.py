@@ -109,6 +109,6 @@ def test_an_output_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) 
     with refused(ConfigError, "output_dir"):
         needs.check_output("/proc/none")
     for folder, got in (("a" * 300, "a name too long"), ("a\0b", "characters that it cannot have")):
-        with refused(ConfigError, "output_dir", got=got):
+        with refused(ConfigError, "output_dir", rf"\({got}\)"):
             needs.check_output(str(tmp_path / folder))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]

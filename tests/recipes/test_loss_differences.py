@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from hf_neuron_moe.recipes.loss_differences import LAST, band_of, compared, paired, t_factor
+from hf_neuron_moe.recipes.loss_differences import band_of, compared, paired, t_factor
+from hf_neuron_moe.report.curves import LAST
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,27 @@ def test_a_name_that_says_no_form_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "--format" in result.output and not (tmp_path / "page.pdf").exists()
 
 
+def test_what_is_no_file_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    monkeypatch.setattr("hf_neuron_moe.report.read_runs", lambda folder: pytest.fail("it was read"))
+    for form in ("html", "md", "json"):
+        os.mkfifo(tmp_path / f"page.{form}")
+        os.mkfifo(tmp_path / "run" / f"report.{form}")
+        for named in (["-o", str(tmp_path / f"page.{form}")], ["--format", form]):
+            error = CliRunner().invoke(application(), ["report", str(tmp_path / "run"), *named]).exception
+            assert isinstance(error, DestinationError) and "a device, a pipe or a socket" in str(error)
+        assert (tmp_path / f"page.{form}").is_fifo()
+
+
+def test_the_steps_that_a_studys_mean_is_of_are_those_that_it_has(tmp_path: Path) -> None:
+    write_study(tmp_path / "study")
+    content = json.loads((tmp_path / "study" / "parity.json").read_text())
+    assert "mean of last 100 steps" in render(read_runs(tmp_path / "study"), "json")
+    content["models"]["smol"]["mxfp8"] = {"0": [2.0] * 12}
+    (tmp_path / "study" / "parity.json").write_text(json.dumps(content))
+    assert "mean of last 12 or 100 steps" in render(read_runs(tmp_path / "study"), "json")
+
+
 def test_wrong_places_are_refused_with_what_was_expected(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with refused(ReportError, tmp_path, got="a directory with model.safetensors"):
@@ -336,7 +357,10 @@ def test_an_unwritable_target_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "page.html.partial").rmdir()
     size = write_report(contents, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size == size
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html"}
+    (tmp_path / "link.html").symlink_to("page.html")
+    assert write_report(contents, tmp_path / "link.html", "md") == (tmp_path / "page.html").stat().st_size < size
+    assert (tmp_path / "link.html").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html", "link.html"}
 
 
 def test_smoothing_is_the_trailing_mean_and_bands_enclose_it() -> None:
