@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hf_neuron_moe.explore.exploration import Exploration, Ranked
 
 NAME_FILE = "Name a file in a folder that exists."
+PAGES = (".html", ".htm")
 SHOWN = 10
 """Blocks of the ranking that a terminal shows."""
 
@@ -63,7 +64,7 @@ def explore(
 
     names = tuple(name.strip() for name in formats.split(",") if name.strip())
     second = plan.with_stem(f"{plan.stem}-convert") if plan is not None and "mxfp4" in names else None
-    if output is not None and output.suffix not in ("", ".html", ".htm"):
+    if output is not None and output.suffix not in ("", *PAGES):
         raise typer.BadParameter(f"{output} is no .html.", param_hint="-o")
     state = Path(f".explore-{model_dir.resolve().name}.partial")
     _check_written([path for path in (plan, second, output, fold) if path is not None], fold, text, model_dir, state)
@@ -105,7 +106,8 @@ def explore(
 
 def _check_written(paths: list[Path], fold: Path | None, text: Path, model_dir: Path, state: Path) -> None:
     """Raise DestinationError where one of `paths` cannot be written, or is what the run reads or writes elsewhere."""
-    taken = {os.path.realpath(file): "a file of the model" for file in model_dir.glob("*") if file.is_file()}
+    files = (file for file in model_dir.glob("*") if file.is_file() and file.suffix not in (*PAGES, ".yaml", ".yml"))
+    taken = {os.path.realpath(file): "a file of the model" for file in files}
     taken |= {os.path.realpath(text): "the text", os.path.realpath(state): "the file of an interrupted run"}
     for path in paths:
         if path != fold:  # which is checked where it is written
