@@ -27,6 +27,7 @@ from hf_neuron_moe.backends.torch.experts import Rows, sort_pairs
 from hf_neuron_moe.backends.torch.tiles import row_tiles
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.formats import fake_quantize_mx
+from hf_neuron_moe.modules import ops
 from scripts.count_launches import Launches, Layer, counted, peak_bytes
 from tests.backends.test_gates import GATES
 from tests.refusals import refused
@@ -135,6 +136,28 @@ def test_any_routing(native: bool, precision: str, index: Tensor) -> None:
         assert found.shape == expected.shape
         assert found.isfinite().all()
         assert distance(found, expected) <= ONE_ROUNDING
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("policy", ["minimal", "full"])
+def test_operators_take_no_row_and_one(rows: int, precision: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls both halves of so small a product contiguous, though they are no tensors of their own."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(backend, "computes_at_once", lambda *_: False)
+    x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
+    weights = [
+        torch.randn(40, 128, 64).bfloat16().requires_grad_(),
+        torch.randn(40, 64, 64).bfloat16().requires_grad_(),
+    ]
+    options: Any = {"precision": precision, "block_size": 128, "transposed": False, "activations": policy}
+    results = []
+    for name in ("torch-grouped", "torch"):
+        y = ops.experts(x, torch.full((rows, 1), 3), torch.ones(rows, 1), *weights, backend=name, **options)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, *weights))])
+    for at_once, by_tiles in zip(*results, strict=True):
+        atol = 2.0**-6 * by_tiles.abs().max().item() if by_tiles.numel() else 0.0  # roundings to bf16
+        torch.testing.assert_close(at_once, by_tiles, rtol=0, atol=atol)
 
 
 def test_a_negative_id_is_the_tile_path_s_error() -> None:

@@ -171,6 +171,7 @@ class PreActivations:
         self.cut = weights.inner if saved.up_cut is None else min(saved.up_cut, weights.inner)
         self.made: dict[str, Tensor] = {}
         self.is_saved: set[str] = set()
+        self.is_joint = False  # gate and up are views of one product
 
     def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
         """Multiply the batch's input rows, an operand: results are rounded to bf16, in mxfp8 fp32 sums.
@@ -181,6 +182,7 @@ class PreActivations:
         if (both_G2IH := self._both()) is not None:
             if not missing_only or self.saved.up is None:
                 self._make("both", x_rH, both_G2IH, None)
+                self.is_joint = True
                 self.made["gate"], self.made["up"] = self.made.pop("both").chunk(2, dim=1)
             return
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
@@ -257,7 +259,7 @@ class PreActivations:
 
     def save_products(self) -> None:
         """Save products without a copy where they are what the policy saves."""
-        if self.batch.on_device is None:
+        if self.batch.on_device is None or self.is_joint:
             return
         for name, kept in (("gate", self.saved.gate), ("up", self.saved.up)):
             made = self.made.get(name)
