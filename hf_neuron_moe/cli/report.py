@@ -29,6 +29,7 @@ def report(
     Results, loss curves, patch map, saved bytes, quantization health, expert load, environment; reads the files of
     NeuronMoETrainer and the parity.json of the parity study. The page is one file and loads nothing from a network.
     """
+    from hf_neuron_moe.errors import DestinationError
     from hf_neuron_moe.output_files import check_file
     from hf_neuron_moe.report import read_runs, render, write_report
     from hf_neuron_moe.report.page import NAME_PAGE
@@ -42,6 +43,9 @@ def report(
     target = output or run_dir / f"report.{form}"
     if not printed and (output or run_dir.is_dir()):  # without a folder there is no run to read
         check_file(target, NAME_PAGE)
+        inside = target.resolve().parent in (run_dir.resolve(), (run_dir / "neuron_moe").resolve())
+        if inside and target.is_file() and target.suffix in (".json", ".md") and target.stem != "report":
+            raise DestinationError.about(str(target), "a file that may be replaced", "a file of the run", NAME_PAGE)
     contents = read_runs(run_dir)
     if printed:
         typer.echo(render(contents, form))

@@ -38,8 +38,9 @@ def smoke(
             if result.fallback_ops:
                 typer.echo(f"  ran on the CPU: {', '.join(result.fallback_ops)}")
 
-    if output.is_dir():
-        raise typer.BadParameter(f"{str(output)!r} is a folder.", param_hint="--output")
+    if output.exists() and not output.is_file():
+        kind = "a folder" if output.is_dir() else "a device, a pipe or a socket"
+        raise typer.BadParameter(f"{str(output)!r} is {kind}.", param_hint="--output")
     if not output.parent.is_dir():
         raise typer.BadParameter(f"{str(output)!r} is in no existing folder.", param_hint="--output")
     report = run_smoke(device=device, cases=(case,) if case else CASES, timeout=timeout, seed=seed, progress=show)

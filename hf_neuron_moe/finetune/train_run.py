@@ -161,7 +161,7 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
     trainer.train_dataset, trainer.eval_dataset = limited(options, trainer.train_dataset, trainer.eval_dataset)
     refuse_unsavable_adapters(trainer.model)
     check_merging(options.lora, sharded=trainer.is_fsdp_enabled)
-    if not len(trainer.train_dataset):
+    if not len(trainer.train_dataset) or not _teaches(trainer.train_dataset, training.max_length):
         got = f"{training.max_length}, with which no row has a token to learn"
         raise bad("max_length", "long enough for the prompts and something of the answers", got, "Raise it.")
     together = training.train_batch_size * training.world_size
@@ -178,6 +178,15 @@ def make_trainer(options: Options, tokenizer: Any, data: Data, tell: Tell = _log
         tell(f"{trained:,} trainable parameters; {rows}")
         tell(_processes(trainer))
     return trainer
+
+
+def _teaches(rows: Any, length: int | None) -> bool:
+    """Whether a row has a token to learn within `length`, as far as labels or masks of TRL say which are learned."""
+    columns = set(rows.column_names or ())
+    if "labels" in columns:
+        return any(label != -100 for row in rows for label in row["labels"][:length])
+    masks = {"assistant_masks", "completion_mask"} & columns
+    return not masks or any(all(any(row[mask][:length]) for mask in masks) for row in rows)
 
 
 def _processes(trainer: Any) -> str:

@@ -48,21 +48,31 @@ def refuse_unsavable_adapters(model: nn.Module) -> None:
             module.refuse_adapters(name)
 
 
-_AS_FROZEN = {"precision": ("bf16", "mxfp8"), "weights": ("auto", "stock"), "activations": ("minimal",)}
-"""Of options for patched blocks, the values that frozen MX blocks are not at odds with: defaults, and what they do."""
+_AS_FROZEN = {
+    "precision": ("mxfp8",),
+    "weights": ("auto", "stock"),
+    "activations": ("minimal",),
+    "include": (None,),
+    "exclude": (None,),
+}
+"""Of options for patched blocks, the values that say what frozen MX blocks do."""
 
 
 def refuse_for_frozen(
     config: NeuronMoEConfig | Mapping[str, Any],
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
-    names: Container[str] = ("precision", "weights", "activations", "include", "exclude"),
+    asked: Container[str] | None = None,
 ) -> None:
-    """Raise ConfigError for options that ask of frozen MX blocks what they do not do; `names` are those to look at."""
+    """Raise ConfigError for options that ask of frozen MX blocks what they do not do.
+
+    `asked` are those that somebody gave, whatever the value; None takes a default for one that nobody gave.
+    """
     config = config if isinstance(config, NeuronMoEConfig) else NeuronMoEConfig.from_dict(config)
-    given = {**vars(config), "include": include, "exclude": exclude}
-    for name, allowed in (*_AS_FROZEN.items(), ("include", (None,)), ("exclude", (None,))):
-        if name in names and given[name] not in allowed:
+    given, default = {**vars(config), "include": include, "exclude": exclude}, vars(NeuronMoEConfig())
+    for name, allowed in _AS_FROZEN.items():
+        is_given = given[name] != default.get(name) if asked is None else name in asked
+        if is_given and given[name] not in allowed:
             expected = "left out for a model whose blocks are frozen MX codes"
             fix = "They compute in mxfp8 and keep gate and up for the backward. For others, load the original model."
             raise ConfigError.about(f"neuron_{name}", expected, repr(given[name]), fix)

@@ -223,6 +223,7 @@ def test_results_of_another_study_are_refused_and_stay(
     for call, named in (
         (lambda: parity(*options, source=other), "text"),
         (lambda: parity(*options, "--learning-rate", 1e-3), "learning_rate"),
+        (lambda: parity(*options, "--steps", STEPS - 1), "steps"),
         (lambda: parity(*options, model=changed), "model"),
     ):
         refused = call()

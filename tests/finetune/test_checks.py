@@ -404,6 +404,12 @@ def test_options_of_patched_blocks_are_refused_for_a_frozen_base(
         NeuronMoETrainer(model, arguments)
 
 
+def test_a_precision_that_was_given_is_that_of_a_frozen_base(conversions: dict[str, Path]) -> None:
+    check_run(options(conversions["mxfp8"], lora_rank=4, neuron_precision="mxfp8"))
+    with refused(ConfigError, "neuron_precision", "left out for a model whose blocks are frozen MX codes"):
+        check_run(options(conversions["mxfp8"], lora_rank=4, neuron_precision="bf16"))
+
+
 def test_another_scale_of_adapters_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 16, "target_modules": ["q_proj"]}))
     make_tiny_model("mixtral", tmp_path / "model")

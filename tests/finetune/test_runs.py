@@ -164,6 +164,14 @@ def test_preferences_begin_at_the_reference_and_are_learned(
     assert "method `dpo`" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_answers_that_are_all_cut_away_are_refused(models: dict[str, Path], tmp_path: Path, packing: bool) -> None:
+    keys = {"assistant_only_loss": True, "packing": packing, "max_length": 4, "max_steps": 1}
+    given = words(models["llama"], write(tmp_path, ROWS["messages"]), tmp_path / "out", **keys)
+    with refused(ConfigError, "max_length", got="4, with which no row has a token to learn"):
+        finetune(read_options(given))
+
+
 class _PressCtrlC(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step

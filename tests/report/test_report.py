@@ -322,6 +322,19 @@ def test_what_is_no_file_is_refused_before_anything_is_read(tmp_path: Path, monk
         assert (tmp_path / f"page.{form}").is_fifo()
 
 
+@pytest.mark.parametrize("name", ["config.json", "README.md", "neuron_moe/run.json"])
+def test_files_of_the_run_are_not_replaced(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    file = tmp_path / "run" / name
+    file.touch()
+    before = file.read_bytes()
+    error = CliRunner().invoke(application(), ["report", str(tmp_path / "run"), "-o", str(file)]).exception
+    assert isinstance(error, DestinationError) and "a file of the run" in str(error) and file.read_bytes() == before
+    for _ in range(2):  # what it wrote itself is replaced
+        output = str(tmp_path / "run" / "report.json")
+        assert CliRunner().invoke(application(), ["report", str(tmp_path / "run"), "-o", output]).exit_code == 0
+
+
 def test_the_steps_that_a_studys_mean_is_of_are_those_that_it_has(tmp_path: Path) -> None:
     write_study(tmp_path / "study")
     content = json.loads((tmp_path / "study" / "parity.json").read_text())
