@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +169,9 @@ def _differing(found: Mapping[str, Any], identity: Mapping[str, Any]) -> list[st
     """Names in `identity` that a file has with another value."""
     asked = json.loads(json.dumps(identity))
     differing = [name for name in asked if found.get(name) != asked[name]]
-    # What is taken of a text depends on the setting.
-    return differing if {*differing} <= {"text", "model", "version"} else [name for name in differing if name != "text"]
+    # What is taken of a text depends on the setting, so with another one it says nothing about the text.
+    setting = {each.name for each in fields(Setting)}
+    return [name for name in differing if name != "text" or setting.isdisjoint(differing)]
 
 
 def _column(results: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any]:
