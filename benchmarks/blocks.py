@@ -17,7 +17,7 @@ work on a CPU, ``eager`` and ``grouped_mm``; ratios use the faster one. A contes
 only twice.
 
 Of many experts (cases e, f and g) one patched block is timed three times: as the package chooses, with one expert after
-another (``HF_NEURON_MOE_GROUPED=0``) and with all at once (``1``). All contestants share one set of weights.
+another (``HF_NEURON_MOE_GROUPED=0``) and with all at once (``1``). Contestants of one dtype share one set of weights.
 
 What a step of several blocks costs, whose gradients are alive together, is in ``layers.py``.
 
@@ -469,31 +469,37 @@ def computed(step: Callable[[], None], way: str) -> Callable[[], None]:
     return chosen
 
 
-def bench_many(case: Case, repeats: int, slow: float, progress: Progress) -> dict[str, Any]:
-    """A training step of many experts in bf16 and mxfp8, in every way of computing them."""
-    inputs = make_inputs(case, case.T, torch.bfloat16)
-    stock = {name: Block(case, torch.bfloat16, name) for name in stock_implementations(case)}
-    first, *others = stock.values()
-    contestants = {f"stock_{name}": train_step(block, inputs) for name, block in stock.items()}
-    for precision in ("bf16", "mxfp8"):
-        patched = patched_block(case, precision)
-        others.append(patched)
-        for way in WAYS:
-            contestants[f"{precision} {way}"] = computed(train_step(patched, inputs), way)
-    for block in others:
-        share_weights(block, first)
-    times = time_in_turns(contestants, repeats, slow, "many experts", progress)
-    medians = {name: entry["median_s"] for name, entry in times.items()}
-    best = min((f"stock_{name}" for name in stock), key=lambda name: medians[name])
-    result = {"case": asdict(case), "times": times, "best_stock": best}
-    for precision in ("bf16", "mxfp8"):
-        chosen, one_by_one = (medians[f"{precision} {way}"] for way in ("chosen", "one by one"))
-        at_once = medians[f"{precision} at once"]
-        result[precision] = {
-            "chosen_over_one_by_one": chosen / one_by_one,
-            "chosen_over_at_once": chosen / at_once,
-            "chosen_over_stock": chosen / medians[best],
-        }
+def bench_many(
+    case: Case, repeats: int, slow: float, progress: Progress, dtypes: Sequence[str] = ("bf16", "fp32")
+) -> dict[str, Any]:
+    """A training step of many experts in every way of computing them; mxfp8 is measured beside bf16."""
+    result: dict[str, Any] = {"case": asdict(case)}
+    for dtype in dtypes:
+        inputs = make_inputs(case, case.T, DTYPES[dtype])
+        stock = {name: Block(case, DTYPES[dtype], name) for name in stock_implementations(case)}
+        first, *others = stock.values()
+        contestants = {f"stock_{name}": train_step(block, inputs) for name, block in stock.items()}
+        precisions = ("bf16", "mxfp8") if dtype == "bf16" else ("fp32",)
+        for precision in precisions:
+            patched = patched_block(case, precision)
+            others.append(patched)
+            for way in WAYS:
+                contestants[f"{precision} {way}"] = computed(train_step(patched, inputs), way)
+        for block in others:
+            share_weights(block, first)
+        times = time_in_turns(contestants, repeats, slow, f"many experts, {dtype}", progress)
+        medians = {name: entry["median_s"] for name, entry in times.items()}
+        best = min((f"stock_{name}" for name in stock), key=lambda name: medians[name])
+        for precision in precisions:
+            chosen, one_by_one = (medians[f"{precision} {way}"] for way in ("chosen", "one by one"))
+            at_once = medians[f"{precision} at once"]
+            result[precision] = {
+                "times": {name: entry for name, entry in times.items() if name.startswith(("stock_", f"{precision} "))},
+                "best_stock": best,
+                "chosen_over_one_by_one": chosen / one_by_one,
+                "chosen_over_at_once": chosen / at_once,
+                "chosen_over_stock": chosen / medians[best],
+            }
     return result
 
 
@@ -503,12 +509,12 @@ def many_table(entries: dict[str, Any]) -> Table:
         "chosen/stock", title="many experts, forward and backward",
     )  # fmt: skip
     for entry in entries.values():
-        best = entry["best_stock"]
-        for precision in ("bf16", "mxfp8"):
-            times = [entry["times"][name]["median_s"] * 1e3 for name in (*(f"{precision} {way}" for way in WAYS), best)]
-            cells = [f"{value:.0f}" for value in times]
+        for precision in (name for name in DTYPES if name in entry):
+            part = entry[precision]
+            best, times = part["best_stock"], part["times"]
+            cells = [f"{times[name]['median_s'] * 1e3:.0f}" for name in (*(f"{precision} {way}" for way in WAYS), best)]
             cells[-1] += f" ({best[6:]})"
-            ratios = [f"{value:.2f}" for value in entry[precision].values()]
+            ratios = [f"{value:.2f}" for name, value in part.items() if name.startswith("chosen_over")]
             table.add_row(Case(**entry["case"]).title, precision, *cells, *ratios)
     return table
 
@@ -665,7 +671,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--only", choices=PARTS, help="run one part of the benchmark")
     parser.add_argument("--tokens", nargs="+", type=int, help="of training in bf16")
-    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=("bf16", "fp32"), help="of training")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("bf16", "fp32"), default=("bf16", "fp32"), help="of training and many experts"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--slow", type=float, default=3.0, help="seconds above which a contestant runs only twice")
     parser.add_argument("--isa", choices=("native", "avx2", "both"), default="both", help="instruction set")
@@ -687,7 +695,7 @@ def main() -> None:
             continue
         console.print(f"{case.label} ...")
         if name in MANY:
-            report["many"][name] = bench_many(case, arguments.repeats, arguments.slow, progress)
+            report["many"][name] = bench_many(case, arguments.repeats, arguments.slow, progress, arguments.dtypes)
             continue
         if arguments.only in (None, "train"):
             for tokens in arguments.tokens or (TRAIN_TOKENS if native else (case.T,)):
