@@ -34,13 +34,14 @@ SHOWN, REASON = 60, 300  # Characters of a wrong value, and of transformers' own
 
 _BOUNDS = {
     re.compile(r"num_labels"): (0, MOST_LABELS),
-    re.compile(r"hidden_size|num_attention_heads|num_key_value_heads|head_dim|vocab_size"): (1, MAX_VALUE),
+    re.compile(r"hidden_size|num_attention_heads|num_key_value_heads|vocab_size"): (1, MAX_VALUE),
     re.compile(
         r"\w*intermediate_size|max_position_embeddings|num_hidden_layers|(?:num_local|num|n_routed|n_shared)_experts"
+        r"|head_dim"
     ): (0, MAX_VALUE),
 }
 """Least and largest value of the fields that every family has; a model without shared experts, say, may give their
-size as 0."""
+size as 0, and GLM-5-Next its head_dim, which is that of rotary embeddings."""
 
 _LAYERS = re.compile(r"(?:^|_)(?:layers?|blocks?|depths?)$", re.IGNORECASE)
 _EXPERTS = re.compile(r"(?:^|_)(?:experts?(?:_per_tok(?:en)?)?|top_?k)$", re.IGNORECASE)
@@ -89,6 +90,8 @@ def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
         if isinstance(value, list) and len(value) > MOST_ENTRIES:
             yield Wrong(place, f"a list of at most {MOST_ENTRIES:,} entries", f"{len(value):,}")
         if not (value is None or isinstance(value, list) or place.startswith("quantization_config.")):
+            if name == "max_position_embeddings" and isinstance(value, float) and value.is_integer():
+                value = int(value)  # Music Flamingo's is its rope_theta, 1200.0
             least, most = next((bounds for known, bounds in _BOUNDS.items() if known.fullmatch(name)), (None, 0))
             if least is not None and not (type(value) is int and least <= value <= most):
                 yield Wrong(place, f"an integer from {least} to {most:,}", _cut(value))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.convert import assign, convert_checkpoint
 from hf_neuron_moe.convert.assign import build_meta_model
-from hf_neuron_moe.convert.config_values import reason_of
+from hf_neuron_moe.convert.config_values import Room, reason_of, wrong_values
 from hf_neuron_moe.errors import ConversionError, naming
 from tests.refusals import refused
 
@@ -37,6 +37,7 @@ UNACCEPTABLE = {
     "text for a size": ({"hidden_size": "x"}, "hidden_size", "'x'"),
     "float for a size": ({"hidden_size": 64.5}, "hidden_size", "64.5"),
     "endless size": ({"hidden_size": 10**30}, "hidden_size", "1" + "0" * 30),
+    "half a position": ({"max_position_embeddings": 64.5}, "max_position_embeddings", "64.5"),
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads", "0"),
     "negative experts": ({"num_local_experts": -3}, "num_local_experts", "-3"),
     "nested": ({"vision_config": {"hidden_size": -1}}, "vision_config.hidden_size", "-1"),
@@ -50,6 +51,13 @@ UNACCEPTABLE = {
     "family that is no text": ({"model_type": ["mixtral"]}, "model_type", "['mixtral']"),
 }
 """Values, the field that the message names (none where only transformers knows), and the beginning of what it got."""
+
+
+@pytest.mark.parametrize("family", sorted({"glm5_next_text", "musicflamingo", "mixtral"} & set(CONFIG_MAPPING)))
+def test_what_a_family_itself_writes_is_acceptable(family: str) -> None:
+    """One has heads without rotary dimensions, ``head_dim`` 0; another takes its number of positions from a float."""
+    content = json.loads(CONFIG_MAPPING[family]().to_json_string(use_diff=False))
+    assert list(wrong_values(content, Room())) == []
 
 
 def refusal(command: list[str], monkeypatch, capsys) -> tuple[int, str]:
