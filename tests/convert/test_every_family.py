@@ -363,8 +363,12 @@ def test_experts_that_files_hold_transposed(transposed: bool, tmp_path: Path) ->
         folder = tmp_path / precision
         convert_checkpoint(source, folder, ConvertOptions(precision, pad=True, purpose="inference"))
         assert verify_checkpoint(folder, source, probes=0).ok
-    converted = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "bf16").state_dict()
-    assert all(torch.equal(value, converted[name]) for name, value in stock.items())
+    converted = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "bf16")
+    state = converted.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in stock.items())
+    converted.save_pretrained(tmp_path / "again")  # in the shapes of the stock model, which it writes of either form
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert {name: value.shape for name, value in saved.items()} == {name: stock[name].shape for name in saved}
     assert export_checkpoint(tmp_path / "bf16", tmp_path / "back").inexact == ()
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == file.read_bytes()
     wrong = load_file(file)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 from transformers.trainer_utils import load_sharded_checkpoint
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.patching import checkpoint_names
 from hf_neuron_moe.training import disable_moe_resume, enable_moe_resume
+from tests.convert.test_every_family import QWEN3_VL
 from tests.refusals import refused
 from tests.tiny_models import FAMILIES, MOE, SOME_SLOW_LAYOUTS, WEIGHT_LAYOUTS, tiny_config, tiny_model, tokens
 
@@ -240,3 +241,26 @@ def test_nothing_is_converted_where_the_model_has_no_conversion() -> None:
     assert checkpoint_names.weight_conversions(tiny_model("llama")) == []
     assert len(checkpoint_names.weight_conversions(tiny_model("mixtral"))) == 1
     assert tiny_model("llama")(tokens()).logits.shape == (2, 9, 64)
+
+
+@pytest.mark.parametrize("from_files", [True, False])
+def test_tensors_that_transformers_turns_by_shape_are_saved_as_stock(from_files: bool, tmp_path: Path) -> None:
+    """Its experts are square here: a tensor that is written transposed comes back as another one of the same shape."""
+    text = {**QWEN3_VL["text_config"], "moe_intermediate_size": 16}
+    model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**{**QWEN3_VL, "text_config": text}))
+    model.save_pretrained(tmp_path / "stock")
+    if from_files:
+        model = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "stock")
+    before = model.__dict__.get("_weight_conversions")
+    patch_model(model, {"precision": "bf16", "weights": "kernel"})
+    model.save_pretrained(tmp_path / "patched")
+    stock, patched = (load_file(tmp_path / name / "model.safetensors") for name in ("stock", "patched"))
+    assert stock.keys() == patched.keys() and all(torch.equal(patched[name], stock[name]) for name in stock)
+    transposed = {name: value.mT if name.endswith("experts.down_proj") else value for name, value in stock.items()}
+    model.load_state_dict(transposed)
+    assert torch.equal(model.state_dict()[_DOWN], stock[_DOWN])  # turned by its shape
+    unpatch_model(model)
+    assert model.__dict__.get("_weight_conversions") is before
+
+
+_DOWN = "model.language_model.layers.0.mlp.experts.down_proj"
