@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -49,10 +50,11 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
     placement, placed, slots = Placement(), set(), all_slots(model)
     sizes, stored = sizes_asked(model), joined(stored)
     warned: set[str] = set()
+    named = _by_own_names(model, stored)
     for candidate in discover(model):
         kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
         names = kind.tensor_names(candidate.gate.gated)
-        tensors = _tensors_of(candidate.name, names, model, stored)
+        tensors = _tensors_of(candidate.name, names, model, named)
         if not tensors:
             continue
         stand_in = _stand_in(candidate, kind, tensors, names, sizes)
@@ -82,6 +84,15 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         expected = "the weight of an MLP or experts module of this model"
         raise ConversionError.about(f"tensor {lost[0]}", expected, got, fix)
     return placement
+
+
+def _by_own_names(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by their names, and by those that transformers gives them: a text model alone has other ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, rename_source_key
+
+    changes: list[Any] = [each for each in get_model_conversion_mapping(model) if isinstance(each, PrefixChange)]
+    return {rename_source_key(name, changes, [])[0]: tensor for name, tensor in stored.items()} | dict(stored)
 
 
 def _tensors_of(

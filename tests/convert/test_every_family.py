@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Dinov2Config,
     MoonshineConfig,
     MoonshineForConditionalGeneration,
@@ -376,6 +377,25 @@ def test_experts_that_files_hold_transposed(transposed: bool, tmp_path: Path) ->
     save_file({**wrong, name: wrong[name][:, :-1].contiguous()}, file, {"format": "pt"})
     with refused(ConversionError, f"model.safetensors: {name}"):
         convert_checkpoint(source, tmp_path / "dst")
+
+
+@pytest.mark.skipif("qwen3_5" not in CONFIG_MAPPING, reason="the family came later")
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_the_text_model_of_a_larger_one_opens_alone(precision: str, tmp_path: Path) -> None:
+    """As of Qwen3.5, of which ``AutoModelForCausalLM`` makes the text model, whose names lack a prefix."""
+    text = {**QWEN3_VL["text_config"], "intermediate_size": 48, "layer_types": ["full_attention"]}
+    whole = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model("qwen3_5", text_config=text, vision_config=QWEN3_VL["vision_config"])
+    )
+    whole.bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "dst", ConvertOptions(precision, pad=True))
+    stock, converted = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("source", "dst"))
+    state, others = stock.state_dict(), converted.state_dict()
+    assert all(torch.equal(others[name], value) for name, value in state.items() if ".mlp." not in name)
+    patch_model(stock, {"precision": precision})
+    assert blocks(converted).keys() == blocks(stock).keys() != set()
+    assert_same(output(converted), output(stock), precision)
 
 
 @pytest.mark.parametrize("family", sorted({"hrm_text", "inkling2_text"} & set(CONFIG_MAPPING)))
