@@ -15,6 +15,7 @@ from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.convert import ConvertOptions
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.explore.advice import advise
+from hf_neuron_moe.explore.exploration import standard_error
 from hf_neuron_moe.explore.measured_changes import losses_of, rank_correlation
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.precision_plan import (
@@ -83,6 +84,10 @@ def test_small_gains_and_few_tokens_are_named(seconds: float, words: str, pairs:
     lines = advise(Measures(blocks={"mlp": block}, rows=1, tokens=999, loss=1.0), costs, "trn3", 1000)
     assert words in lines[1] and lines[2].startswith(f"Each expert gets {pairs:,} of a step's 1,000 tokens")
     assert lines[2].endswith("little work.") == few
+
+
+def test_the_standard_error_is_that_of_a_sample() -> None:
+    assert standard_error([1.0, 3.0]) == pytest.approx(1.0) and math.isnan(standard_error([1.0]))
 
 
 def test_two_pairs_have_no_rank_correlation() -> None:

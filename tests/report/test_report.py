@@ -382,6 +382,7 @@ def test_smoothing_is_the_trailing_mean_and_bands_enclose_it() -> None:
     assert line.points == [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
     assert (list(line.low), list(line.high)) == ([1.0, 2.0, 3.0], [3.0, 4.0, 5.0])
     assert band("x", {"0": [1.0, 2.0]}).low == []
+    assert len(band("x", {"0": [1.0, 2.0, 3.0], "1": [3.0, 4.0]}).points) == 2
     assert [window_of(count) for count in (0, 19, 40, 400)] == [1, 1, 2, 20]  # a twentieth
     many = thinned([(float(i), 0.0) for i in range(2500)])
     assert many[0] == 0 and many[-1] == 2499 and len(many) == len(set(many)) == 1000
