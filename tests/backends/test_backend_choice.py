@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.spec import BlockShape
 from hf_neuron_moe.backends.torch import compute
+from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, choose_compute
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 from tests.refusals import refused
@@ -129,3 +131,9 @@ def test_scratch_is_reused_by_the_next_call_and_can_be_released() -> None:
     assert call_scratch(CPU).get("x", (2, 8), torch.bfloat16).data_ptr() != first.data_ptr()
     release_scratch()
     assert not call_scratch(CPU).buffers
+
+
+def test_grouped_experts_are_computed_at_once_however_many_tokens_they_get() -> None:
+    shape, cpu = BlockShape("experts", 64, 128, 4, 2), torch.device("cpu")
+    words = TorchBackend.instance("torch-grouped").describe_products("bf16", cpu, shape)
+    assert words.endswith(" of all experts at once")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 
 
@@ -43,6 +43,14 @@ def test_special_values_take_the_exact_path(axis: int, special: float) -> None:
     assert equal_bits(fake_quantize_(values.clone(), axis), fake_quantize_mx(values, axis=axis))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_exponent_is_rounded_as_exactly(dtype: torch.dtype) -> None:
+    mantissas = torch.linspace(1.0, 2.0, 129, dtype=torch.float64)[:128] * torch.exp2(-(torch.arange(128.0) % 19))
+    for exponent in range(-126, 127):
+        values = (mantissas.double() * 2.0**exponent).to(dtype)[None]
+        assert equal_bits(fake_quantize_(values.clone(), 1), fake_quantize_mx(values, axis=1)), exponent
+
+
 def test_blocks_of_nothing_but_denormals() -> None:
     values = torch.full((2, 128), 3.4e-41)
     values[1, 5] = 0.0
@@ -52,6 +60,21 @@ def test_blocks_of_nothing_but_denormals() -> None:
 
 def test_a_block_of_nothing_but_tiny_values() -> None:
     values = torch.full((1, 128), 2.0**-125)
+    assert equal_bits(fake_quantize_(values.clone(), 1), fake_quantize_mx(values, axis=1))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+def test_the_first_lanes_of_a_tile_are_rounded_as_with_zeros_behind(lanes: int) -> None:
+    values = torch.zeros(128, 20)
+    values[: 32 * lanes] = torch.randn(32 * lanes, 20, generator=torch.Generator().manual_seed(lanes))
+    expected, part = fake_quantize_mx(values, axis=0)[: 32 * lanes], values[: 32 * lanes].clone()
+    scratch = torch.empty(part.numel(), dtype=torch.int32)
+    assert equal_bits(fake_quantize_tile_(part, 0, 32, scratch), expected)
+
+
+def test_blocks_of_zeros_do_not_hide_tiny_ones() -> None:
+    tiny = torch.linspace(1.0, 2.0, 128) * torch.exp2(-120 - torch.arange(128.0) % 19)
+    values = torch.stack([torch.zeros(128), tiny])
     assert equal_bits(fake_quantize_(values.clone(), 1), fake_quantize_mx(values, axis=1))
 
 

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.convert import assign, convert_checkpoint
 from hf_neuron_moe.convert.assign import build_meta_model
-from hf_neuron_moe.convert.config_values import Room, reason_of, wrong_values
+from hf_neuron_moe.convert.config_values import ALWAYS_LAYERS, Room, _room, reason_of, wrong_values
 from hf_neuron_moe.errors import ConversionError, naming
 from tests.refusals import refused
 
@@ -166,3 +166,15 @@ def test_a_configuration_that_lies_elsewhere_is_not_followed(checkpoint, tmp_pat
     (source / "config.json").symlink_to(outside)
     code, line = refusal(["convert", str(source), str(tmp_path / "dst")], monkeypatch, capsys)
     assert code == DAMAGE and "config.json" in line and "a link to" in line
+
+
+def test_labels_and_lists_have_a_bound() -> None:
+    for count, wrong in ((32_768, 0), (32_769, 1)):
+        assert len([*wrong_values({"num_labels": count}, Room())]) == wrong
+    for count, wrong in ((10_000, 0), (10_001, 1)):
+        assert len([*wrong_values({"bad_words_ids": [1] * count}, Room())]) == wrong
+
+
+def test_a_name_with_a_large_number_is_no_large_model() -> None:
+    assert _room(["model.layers.999.weight"], None).layers == ALWAYS_LAYERS
+    assert _room([f"model.layers.{layer}.weight" for layer in range(999)], None).layers == 999

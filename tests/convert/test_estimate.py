@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -153,3 +154,15 @@ def test_memory_is_right_within_ten_per_cent(model, repo_root, tmp_path):
     assert len(found) == len(runs)
     for options, workers, estimated, peak in found:
         assert abs(estimated / peak - 1) <= 0.1, (options, workers, estimated, peak)
+
+
+def test_where_nobody_may_write_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert estimate._free_bytes(tmp_path / "dst") > 0
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert estimate._free_bytes(tmp_path / "dst") == 0
+
+
+def test_of_two_runs_the_faster_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 10.0, 12.0])
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(clock))
+    assert estimate._fastest(lambda: None) == 2.0

@@ -6,6 +6,7 @@ import json
 import re
 import struct
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, plan_conversion
 from hf_neuron_moe.convert.assign import build_meta_model, natural_key
+from hf_neuron_moe.convert.io import bounded
 from hf_neuron_moe.convert.io.source import read_header, read_source
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming, printable
 from tests.convert.mutations import command, split_header, with_header
@@ -174,3 +176,19 @@ def test_a_configuration_that_cannot_be_written_again_is_refused_at_once(checkpo
         with refused(SourceDamageError, path):
             convert_checkpoint(source, tmp_path / "dst")
     assert not (tmp_path / "dst.partial").exists()
+
+
+def test_json_is_read_up_to_its_bounds(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text("[1, 2]")
+    assert bounded.read_json(file, 6) == [1, 2]
+    with pytest.raises(ValueError, match="6 bytes, more than the 5 "):
+        bounded.read_json(file, 5)
+    for depth, fits in ((bounded.MAX_DEPTH, True), (bounded.MAX_DEPTH + 1, False)):
+        file.write_text("[" * depth + "]" * depth)
+        with nullcontext() if fits else pytest.raises(ValueError, match="nested too deeply"):
+            bounded.read_json(file, 1000)
+    assert bounded.parse_json(b"9" * 100) == 10**100 - 1
+    with pytest.raises(ValueError, match="a number of 101 digits"):
+        bounded.parse_json(b"9" * 101)
+    assert bounded.is_natural(2**63 - 1) and not any(map(bounded.is_natural, (True, -1, 2**63, 1.0)))

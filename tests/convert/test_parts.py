@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
+import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,25 @@ def test_finalize_names_the_parts_to_run_again(checkpoint, tmp_path):
         finalize_checkpoint(source, target)
     convert_checkpoint(source, target, SMALL, part=(1, 5))
     finalize_checkpoint(source, target)
+
+
+def test_conversions_differ_by_every_option(checkpoint):
+    source = checkpoint("llama")
+    prints = {
+        resume.fingerprint(plan_conversion(source, replace(SMALL, **changes)))
+        for changes in ({}, {"allow_inexact": True}, {"max_shard_bytes": 50_000})
+    }
+    assert len(prints) == 3
+
+
+def test_what_does_not_belong_to_a_conversion_is_removed_with_its_folders(tmp_path):
+    job = Job(tmp_path / "dst")
+    (job.folder / "strange" / "deep").mkdir(parents=True)
+    (job.folder / "kept").mkdir()
+    for name in ("strange/deep/a", "kept/b", "kept/c"):
+        (job.folder / name).touch()
+    job.drop_strangers({"kept/b"})
+    assert [path.relative_to(job.folder).as_posix() for path in sorted(job.folder.rglob("*"))] == ["kept", "kept/b"]
 
 
 def test_parts_of_different_conversions_do_not_mix(checkpoint, tmp_path):
@@ -301,6 +322,16 @@ def test_a_disk_without_room_is_refused_before_any_shard(checkpoint, tmp_path, m
     with refused(DiskError, tmp_path, got="one with 1,000"):
         convert_checkpoint(checkpoint("llama"), tmp_path / "dst", SMALL)
     assert not commit.partial_of(tmp_path / "dst").exists()
+    commit.check_space(tmp_path, 1000)
+    with pytest.raises(DiskError, match="1,001 free bytes, got one with 1,000"):
+        commit.check_space(tmp_path, 1001)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others cannot swap names")
+def test_a_swap_that_fails_is_not_one_that_the_system_lacks(tmp_path):
+    (tmp_path / "one").mkdir()
+    with pytest.raises(FileNotFoundError):
+        disk.exchange(tmp_path / "one", tmp_path / "none")
 
 
 def test_systems_that_cannot_swap_names(checkpoint, snapshot, tmp_path, monkeypatch):

@@ -171,3 +171,22 @@ def test_an_export_that_was_inexact_can_be_converted_and_exported_again(checkpoi
         source = tmp_path / f"back{number}"
     note = json.loads((source / "neuron_moe_export.json").read_text())
     assert note["inexact"] and (tmp_path / "mx1" / MANIFEST_FILE).is_file()
+
+
+def test_folders_behind_links_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "a.txt").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "b.txt").touch()
+    (tmp_path / "model" / "link").symlink_to(tmp_path / "far")
+    assert [*side_files(tmp_path / "model")] == ["b.txt"]
+
+
+def test_there_are_at_most_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_neuron_moe.convert.io.side_files.MOST_FILES", 2)
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    assert [*side_files(tmp_path)] == ["a", "b"]
+    (tmp_path / "c").touch()
+    with pytest.raises(SourceDamageError, match="at most 2 files"):
+        side_files(tmp_path)

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,7 @@ from hf_neuron_moe.explore.state import identity_of, load_state
 from hf_neuron_moe.precision_map import read_recipe
 from tests.convert.test_every_family import SEED_OSS
 from tests.explore.models import TEXT, checkpoint
+from tests.report.pages import Page
 from tests.tiny_models import tiny_model
 
 SMALL = Options(tokens=256, length=64, verify=2)
@@ -357,6 +359,19 @@ def test_the_page_says_what_the_result_holds(model_dir, tmp_path):
         assert row.reason.text.replace("'", "&#39;") in page and row.block in page
     for words in ("Plan", "Blocks in mxfp8", "Blocks in mxfp4", "Operands", "How this was measured", "text/csv"):
         assert words in page
+    read = Page(page)
+    maps = [drawing for alt, drawing in read.drawings().items() if alt.startswith("A heat map of blocks and operands")]
+    assert [drawing["data"][0]["y"] for drawing in maps] == [["layers.0", "layers.1"]] * 3, "in the model's order"
+    shown = " ".join(" ".join(read.words).split())
+    assert re.search(r" gate_up activations [\d.]+ \d+ 0 \d+ model", shown)
+    assert re.search(r" gate_up weights [\d.]+ \d+ 0 model", shown), "weights have no token"
+    operands = [each for block in result.measures.blocks.values() for each in block.operands.items()]
+    largest = [operand.figures()["token"] for name, operand in operands if name.endswith(("activations", "gradients"))]
+    assert max(largest) >= 64, "the text's tokens are counted through its rows"
+    change = 100 * (result.measured["mxfp8"] - result.loss) / result.loss
+    assert (
+        f" uniform mxfp8 {100 * result.uniform['mxfp8'].loss_change / result.loss:.6g} {round(change, 6):g} " in shown
+    )
 
 
 def test_rows_of_plain_text_are_those_of_json_lines(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import yaml
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.convert import ConvertOptions
 from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.explore.advice import advise
+from hf_neuron_moe.explore.exploration import standard_error
+from hf_neuron_moe.explore.measured_changes import losses_of, rank_correlation
 from hf_neuron_moe.explore.measures import BlockMeasures, Measures, Score
 from hf_neuron_moe.explore.precision_plan import (
     DEVICES,
@@ -25,6 +29,7 @@ from hf_neuron_moe.explore.precision_plan import (
     total_of,
 )
 from hf_neuron_moe.training import NeuronMoEArguments
+from tests.tiny_models import tiny_model, tokens
 
 
 def measured(damages: list[dict[str, float]]) -> Measures:
@@ -54,6 +59,48 @@ def test_no_assignment_below_the_limit_is_cheaper(seed: int) -> None:
     )
     assert plan.total.loss_change <= 1.0
     assert plan.total.seconds == pytest.approx(best, abs=1e-4)  # what breaks ties is less
+
+
+def test_damages_are_rounded_up_and_ties_go_to_bf16() -> None:
+    """Both blocks in mxfp8 would be a little above the limit; one alone may take all of it."""
+    for damages, kinds in (
+        ([0.50001, 0.50001], {"bf16", "mxfp8"}),
+        ([1.0, 0.0], {"mxfp8"}),
+        ([0.5, 0.5], {"mxfp8"}),
+    ):
+        measures = measured([{"mxfp8": damage} for damage in damages])
+        costs = {name: {"mxfp8": Cost(1.0, 1), "bf16": Cost(2.0, 2)} for name in measures.blocks}
+        plan = make_plan(measures, costs, 1.0, "trn3", 1)
+        assert {*plan.precisions.values()} == kinds and plan.total.loss_change <= 1.0
+    costs = {name: {"mxfp8": Cost(1.0, 1), "bf16": Cost(1.0, 2)} for name in measures.blocks}
+    assert {*make_plan(measures, costs, 1.0, "trn3", 1).precisions.values()} == {"bf16"}
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(1.05, "does not pay here"), (1.2, "range from 0.75 to 1.8 times")])
+@pytest.mark.parametrize(("pairs", "few"), [(1000, False), (500, True)])
+def test_small_gains_and_few_tokens_are_named(seconds: float, words: str, pairs: int, few: bool) -> None:
+    block = BlockMeasures("experts", 4, 128, 128, torch.tensor([pairs] * 4))
+    costs = {"mlp": {"bf16": Cost(seconds, 2), "mxfp8": Cost(1.0, 1)}}
+    lines = advise(Measures(blocks={"mlp": block}, rows=1, tokens=999, loss=1.0), costs, "trn3", 1000)
+    assert words in lines[1] and lines[2].startswith(f"Each expert gets {pairs:,} of a step's 1,000 tokens")
+    assert lines[2].endswith("little work.") == few
+
+
+def test_the_standard_error_is_that_of_a_sample() -> None:
+    assert standard_error([1.0, 3.0]) == pytest.approx(1.0) and math.isnan(standard_error([1.0]))
+
+
+def test_two_pairs_have_no_rank_correlation() -> None:
+    assert math.isnan(rank_correlation([1.0, 2.0], [1.0, 2.0]))
+    assert rank_correlation([1.0, 2.0, 3.0], [9.0, 5.0, 4.0]) == pytest.approx(-1.0)
+
+
+def test_losses_are_means_over_the_tokens_that_have_one() -> None:
+    model = tiny_model("llama")
+    rows = tokens(2, 12)
+    with torch.no_grad():
+        expected = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
+    assert losses_of(model, rows) == pytest.approx(expected, rel=1e-5)
 
 
 def test_blocks_without_a_kernel_are_planned_only_where_the_loss_needs_them() -> None:

@@ -160,6 +160,8 @@ def test_some_rows_may_have_tools_and_options_of_the_template(models: dict[str, 
         options = read_options(words(models["llama"], write(tmp_path, [first, other]), tmp_path / "out"))
         trainer = make_trainer(options, *check(options))
         assert len(trainer.train_dataset) == 2
+    asked = write(tmp_path, [{"messages": called[:2]}])  # a call of a tool is an answer
+    assert len(loaded(models["llama"], asked, tmp_path).train) == 1
     as_json = write(tmp_path, [rows[0] | {"tools": json.dumps([tool])}])
     assert len(loaded(models["llama"], as_json, tmp_path).train) == 1
 
@@ -195,6 +197,10 @@ def test_empty_rows_are_left_out_with_a_warning(models: dict[str, Path], tmp_pat
             assert len(loaded(models["llama"], file, tmp_path).train) == 8
         with refused(ConfigError, "train_files", got="2 empty rows and no other"):
             loaded(models["llama"], write(tmp_path, [empty, empty]), tmp_path)
+    blank = ROWS["preference"][0] | {"rejected": [{"role": "assistant", "content": " "}]}
+    with pytest.warns(NeuronMoEWarning, match="train_files: 1 of 9 rows are empty and are left out"):
+        data = loaded(models["llama"], write(tmp_path, [*ROWS["preference"], blank]), tmp_path, method="dpo")
+    assert len(data.train) == 8
 
 
 @pytest.mark.parametrize(
@@ -203,6 +209,7 @@ def test_empty_rows_are_left_out_with_a_warning(models: dict[str, Path], tmp_pat
         ([{"text": "a"}, {"text": None}], "null in column 'text' (FILE, line 2)"),
         ([{"text": 7}], "int '7' in column 'text' (FILE, line 1)"),
         ([{"text": "a"}, {"text": 5}], "int '5' in column 'text' (FILE, line 2)"),
+        ([{"text": ["a" * 99]}], f"list {str(['a' * 99])[:60]!r} in column 'text' (FILE, line 1)"),
         ([{"messages": "hello"}], "str 'hello' in column 'messages' (FILE, line 1)"),
         ([ROWS["messages"][0], {"messages": []}], "list '[]' in column 'messages' (FILE, line 2)"),
         ([{"messages": [{"role": "asistant", "content": "a"}]}], "role str 'asistant' in message 1 of column"),
@@ -387,6 +394,7 @@ def test_pairs_of_both_forms_are_refused_with_the_line(
 ANSWER = CHATS[0][1]
 UNSTORED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [CHATS[0][0], ANSWER | {"id": 10**30}]}, "a number of more than 64 bits in column 'messages'"),
+    ({"messages": [CHATS[0][0], ANSWER | {"id": 2**63}]}, "a number of more than 64 bits in column 'messages'"),
     ({"messages": CHATS[0], "chat_template_kwargs": {"a": 10**30}}, "a number of more than 64 bits in column 'chat"),
     ({"messages": [CHATS[0][0], ANSWER | {"content": "\ud83d"}]}, "half of a surrogate pair"),
     ({"messages": [CHATS[0][0], ANSWER | {"content": 2**62}]}, "content int"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats import layouts
@@ -161,5 +162,9 @@ def test_refusals() -> None:
         layouts.slice_intermediate([1, 2], 0, 0, 2)  # type: ignore[arg-type]
     with refused(DTypeError, "up", got="float16"):
         layouts.fuse_gate_up(torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.float16))
+    with FakeTensorMode():
+        gate, up = (torch.zeros(3, 4, device=f"cuda:{index}") for index in range(2))
+    with refused(DeviceError, "up", got="cuda:1"):
+        layouts.fuse_gate_up(gate, up)
     with refused(DeviceError, "up", got="meta"):
         layouts.fuse_gate_up(torch.zeros(3, 4), torch.zeros(3, 4, device="meta"))

@@ -148,6 +148,8 @@ def test_refusals() -> None:
         unpack_moe_scales(packed, 5)
     with refused(ShapeError, "tiles and rows", got="tiles 4, rows 17"):
         unpack_moe_scales(packed, 4, 17)
+    with refused(ShapeError, "tiles and rows", got="tiles 4, rows 0"):
+        unpack_moe_scales(packed, 4, 0)
     with refused(ShapeError, "packed"):
         unpack_moe_scales(packed[:, :64], 4)
     with refused(DTypeError, "packed"):
@@ -209,3 +211,10 @@ def test_the_order_of_groups_is_a_permutation() -> None:
         values = torch.randn(3, size)
         assert torch.equal(from_groups(to_groups(values, tile), tile), values)
         assert torch.equal(to_groups(values, tile).sort().values, values.sort().values)
+
+
+@pytest.mark.parametrize(("fmt", "rule"), [("e4m3fn", "neuron"), ("e5m2", "neuron"), ("e2m1", "floor")])
+def test_without_a_rule_fp4_is_rounded_as_the_format_says_and_fp8_as_neuron_does(fmt: str, rule: str) -> None:
+    weight = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0))
+    found, expected = quantize_moe_down(weight, fmt=fmt), quantize_moe_down(weight, fmt=fmt, rule=rule)
+    assert torch.equal(found.scales, expected.scales) and torch.equal(found.words, expected.words)

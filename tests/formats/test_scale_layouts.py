@@ -96,6 +96,7 @@ def test_detection_rule(K: int) -> None:
 def test_the_two_kernel_layouts_coincide_at_512() -> None:
     compact = torch.randint(0, 256, (16, 3), dtype=torch.uint8)
     assert torch.equal(to_oversized(compact), to_packed(compact))
+    assert detect_scale_layout(128, 512) == "oversized"
 
 
 def test_e8m0_dtype_has_the_same_bytes() -> None:

@@ -210,6 +210,7 @@ def test_the_order_of_the_blocks() -> None:
     flags = [1, 1, 1, 1, 0, 0, 0]
     assert [block for block, _ in order("shard_on_i_hybrid", 6, flags, num_static_block=2)] == [0, 1, 2, 3]
     assert [block for block, _ in order("shard_on_i_hybrid", 6, flags, num_static_block=5)] == [0, 1, 2, 3, 4]
+    assert [block for block, _ in order("shard_on_i_hybrid", 6, flags, num_static_block=6)] == [0, 1, 2, 3, 4, 5]
     assert len(order("shard_on_i_hybrid", 6, [1, 0, 0, 0, 0, 0, 0])) == 6 - E
 
 

@@ -27,7 +27,7 @@ from hf_neuron_moe.reference.moe_types import (
     ShardOnBlockConfig,
     SkipMode,
 )
-from hf_neuron_moe.reference.mx_experts import unpack_moe_scales
+from hf_neuron_moe.reference.mx_experts import quantize_static_, unpack_moe_scales
 from tests.kernels.moe_oracle import Model
 
 DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": None}
@@ -202,6 +202,11 @@ def test_block128_scales_stand_for_their_groups() -> None:
     wide = down.repeat_interleave(4, 1)[:, :rows].repeat_interleave(128, 3)
     left, right = (moe_cte(**arguments | {"down_proj_scale": scale}) for scale in (down, wide))
     assert torch.equal(left.output, right.output)
+
+
+def test_static_activations_saturate() -> None:
+    values = torch.tensor([1000.0, -1000.0, 464.1, 3.0, float("inf")])
+    assert (quantize_static_(values * 0.5, 0.5) / 0.5).tolist() == [448.0, -448.0, 448.0, 3.0, 448.0]
 
 
 def test_static_mx_uses_tensor_scales_and_no_block_scales() -> None:

@@ -56,6 +56,10 @@ def test_halves_of_one_parameter_are_fused_without_a_copy() -> None:
     assert fuse_gate_up(*both.chunk(2)).data_ptr() == both.data_ptr()
     apart = fuse_gate_up(both[3:], both[:3])
     assert torch.equal(apart, torch.cat([both[3:], both[:3]])) and apart.data_ptr() != both.data_ptr()
+    strangers = both[:3], torch.randn(6, 4)[3:]  # as far from each other in storages that are not one
+    assert torch.equal(fuse_gate_up(*strangers), torch.cat(strangers))
+    turned = both[:3], both[3:].view(4, 3).t()  # follows in memory, in another order
+    assert torch.equal(fuse_gate_up(*turned), torch.cat(turned))
     columns = both.t().contiguous().t().chunk(2)
     assert torch.equal(fuse_gate_up(*columns), both)
 

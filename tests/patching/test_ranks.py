@@ -106,7 +106,7 @@ def test_a_rank_that_is_gone_ends_the_others_in_time(two: Ranks) -> None:
     assert all(rank[cell.__name__]["seconds"] < SECONDS for rank in two for cell in CELLS[:-1])
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "ten"])
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "1e10", "ten"])
 def test_a_time_that_is_none(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.RANK_TIMEOUT, given)
     with refused(ConfigError, f"the environment variable {environment.RANK_TIMEOUT}"):

@@ -125,6 +125,13 @@ def test_a_configuration_of_other_sizes(
         load(folder)
 
 
+def test_a_tensor_without_values(copied: Any) -> None:
+    folder, name = copied(precision="bf16"), "model.layers.1.mlp.experts.down_proj"
+    rewrite(folder, lambda tensors, metadata: tensors.update({name: tensors[name][:0].clone()}))
+    with refused(SourceDamageError, f"tensor {name}", got=r"shape [0, "):
+        load(folder)
+
+
 def test_a_configuration_with_fewer_layers(copied: Any) -> None:
     folder = copied(precision="mxfp8")
     config_change(folder, num_hidden_layers=1)

@@ -132,6 +132,7 @@ def test_dequantizing_gives_what_export_gives(
     model, expected = load(folder), load(tmp_path / "exported")
     model.dequantize()
     assert not getattr(model, "is_quantized", False)
+    assert not any(module.training for module in model.modules()), "as the blocks were"
     assert not blocks(model)
     names = [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in expected.named_parameters()]

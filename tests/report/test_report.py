@@ -24,7 +24,7 @@ from hf_neuron_moe.cli.main import application
 from hf_neuron_moe.cli.report import report
 from hf_neuron_moe.errors import DestinationError, DiskError, ReportError
 from hf_neuron_moe.report import read_runs, render, run_data, write_report
-from hf_neuron_moe.report.curves import MOST_POINTS, band, band_of_runs, differences, smoothed, thinned
+from hf_neuron_moe.report.curves import MOST_POINTS, band, band_of_runs, differences, smoothed, thinned, window_of
 from hf_neuron_moe.report.plots import short_names
 from hf_neuron_moe.report.runs import grouped, labels
 from hf_neuron_moe.report.sections import FLOOR
@@ -382,6 +382,8 @@ def test_smoothing_is_the_trailing_mean_and_bands_enclose_it() -> None:
     assert line.points == [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
     assert (list(line.low), list(line.high)) == ([1.0, 2.0, 3.0], [3.0, 4.0, 5.0])
     assert band("x", {"0": [1.0, 2.0]}).low == []
+    assert len(band("x", {"0": [1.0, 2.0, 3.0], "1": [3.0, 4.0]}).points) == 2
+    assert [window_of(count) for count in (0, 19, 40, 400)] == [1, 1, 2, 20]  # a twentieth
     many = thinned([(float(i), 0.0) for i in range(2500)])
     assert many[0] == 0 and many[-1] == 2499 and len(many) == len(set(many)) == 1000
 
@@ -528,6 +530,25 @@ def test_an_error_that_is_not_finite_is_drawn_as_the_largest_and_none_as_the_lea
     drawings = Page(render(read_runs(tmp_path))).drawings()
     (error,) = (drawn for alt, drawn in drawings.items() if alt.startswith("Largest error"))
     assert error["data"][0]["z"] == [[-8.0], [1.0]]
+
+
+def test_the_first_expert_is_named_too_and_the_first_alarm_described(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_guard(tmp_path, 1, alarm_in=1)
+    file = tmp_path / "neuron_moe" / "guard.jsonl"
+    record = json.loads(file.read_text())
+    first = record["alarms"][0] | {"expert": 0, "process": 1}
+    file.write_text(json.dumps(record | {"alarms": [first, first | {"expert": 2, "product": "gate_up"}]}) + "\n")
+    text = " ".join(Page(render(read_runs(tmp_path))).text().split())
+    assert "Alarms: 2, in 1 steps" in text and "in the result y of expert 0 of down in model.layers.1.mlp" in text
+    assert "1 down result y worst 0.3 at most 0.08 0 1 model.layers.1.mlp" in text
+    record["blocks"]["model.layers.1.mlp"]["gate_up"]["weights"]["sqnr_db"] = 20.0
+    steps = [record | {"step": step} for step in range(1, 61)]
+    file.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    drawings = Page(render(read_runs(tmp_path))).drawings().items()
+    (sqnr,) = (drawn for alt, drawn in drawings if alt.startswith("Lowest SQNR of the operands"))
+    assert {*map(str, range(1, 41)), "60"} <= {frame["label"] for frame in sqnr["frames"]}
+    assert sqnr["data"][0]["z"][1] == [20.0], "the lower one of both operands"
 
 
 def test_names_of_strangers_stay_text(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,18 @@ def test_a_stock_checkpoint_is_taken_only_by_path(tmp_path: Path) -> None:
     assert find_last_complete(tmp_path) == tmp_path / "checkpoint-4"  # newer anyway: no warning
     rotate(tmp_path, 1)
     assert states(tmp_path) == {"checkpoint-3": State.UNMARKED, "checkpoint-4": State.COMPLETE}
+
+
+def test_one_without_a_mark_is_not_named_where_one_with_a_mark_has_its_step(tmp_path: Path) -> None:
+    (tmp_path / "replaced-checkpoint-4").mkdir()
+    (tmp_path / "replaced-checkpoint-4" / "weights").touch()
+    last = complete(tmp_path / "checkpoint-4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint_files.find_last_complete(tmp_path) == last
+    (tmp_path / "replaced-checkpoint-4").rename(tmp_path / "checkpoint-5")
+    with pytest.warns(NeuronMoEWarning, match="checkpoint-5 .without a mark"):
+        assert checkpoint_files.find_last_complete(tmp_path) == last
 
 
 def test_rotation_counts_complete_ones_and_clears_the_rest(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import TrainerState
 
 from hf_neuron_moe import NeuronMoETrainer, patch_model
 from hf_neuron_moe.finetune.card import _results
@@ -22,8 +24,8 @@ from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.training import measure_saved_bytes
 from hf_neuron_moe.training.blocks import patched_blocks, sampled_weights
 from hf_neuron_moe.training.figures import health_record, logs_of, peak_memory
-from hf_neuron_moe.training.metrics import ExpertCount, TrainingMonitor
-from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles
+from hf_neuron_moe.training.metrics import ExpertCount, TrainingMonitor, _token_counts
+from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles, training_record
 from tests.checkpointing import NAME
 from tests.tiny_models import tiny_model, tokens
 from tests.training.runs import Rows, arguments, metrics, train_logs, trainer
@@ -163,6 +165,15 @@ def test_every_key_is_logged_and_written(tmp_path: Path) -> None:
     assert written["environment"]["processes"] == 1
 
 
+def test_of_adapters_what_is_trained_is_recorded(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj"]))
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    record = training_record(arguments(tmp_path), TrainerState(global_step=2), model)
+    assert record["parameters"] == sum(sizes.values())
+    assert record["trainable_parameters"] == sum(size for name, size in sizes.items() if "lora_" in name) > 0
+    assert (record["adapter"], record["lora_rank"], record["resumed_from_step"]) == ("lora", 4, 2)
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe"])
 def test_saved_bytes_are_those_that_are_measured(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
@@ -171,6 +182,23 @@ def test_saved_bytes_are_those_that_are_measured(family: str, tmp_path: Path) ->
     with measure_saved_bytes(dict(patched_blocks(model))) as measured:
         model(tokens())
     assert train_logs(run)[0]["neuron/saved_bytes_per_token"] == pytest.approx(measured.bytes_per_token, rel=1e-12)
+
+
+def test_tokens_are_counted_of_every_form_of_input() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    packed = torch.tensor([[1, 1, 2], [1, 0, 0]])  # numbers of texts in a row
+    assert _token_counts((ids,), {}) == (6, 6) and _token_counts((), {"pixel_values": ids}) == (0, 0)
+    assert _token_counts((), {"input_ids": ids, "attention_mask": packed}) == (4, 6)
+    assert _token_counts((), {"inputs_embeds": torch.zeros(2, 3, 8), "attention_mask": packed}) == (4, 6)
+    square = torch.zeros(2, 1, 3, 3)  # a mask that adds, of which nothing says what is padding
+    assert _token_counts((ids,), {"attention_mask": square}) == (6, 6)
+
+
+def test_memory_that_nothing_tells_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_neuron_moe.training.metrics.peak_memory", lambda device: 0.0)
+    model = tiny_model("llama")
+    patch_model(model)
+    assert TrainingMonitor(model).take()["peak_memory_bytes"] is None
 
 
 def test_tokens_are_those_of_the_attention_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +369,8 @@ def test_a_resumed_run_drops_evaluations_after_its_checkpoint(tmp_path: Path) ->
     files.begin({}, 0)
     for step in (2, 4, 6):
         files.append({"step": step, "eval_loss": float("nan")}, EVALUATIONS_FILE)
+    with (tmp_path / "neuron_moe" / EVALUATIONS_FILE).open("a") as file:
+        file.write('{"step": 3}')  # cut off: only its end is missing
     files.begin({}, 4)
     lines = (tmp_path / "neuron_moe" / EVALUATIONS_FILE).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [{"step": step, "eval_loss": None} for step in (2, 4)]
@@ -362,10 +392,10 @@ def test_an_evaluation_after_the_run_is_of_the_model_that_was_loaded(tmp_path: P
 
 def test_a_run_continued_otherwise_remembers_what_it_was(tmp_path: Path) -> None:
     files, found = RunFiles(tmp_path), []
-    for step, config in ((0, {"a": 1}), (4, {"a": 2}), (6, {"a": 2}), (8, {"a": 3}), (0, {"a": 3}), (2, {"a": 3})):
-        files.begin({"config": config}, step)
+    for step, value in ((0, 1), (4, (2,)), (6, (2,)), (8, 3), (0, 3), (2, 3)):
+        files.begin({"config": {"a": value}}, step)
         found.append(json.loads((tmp_path / "neuron_moe" / "run.json").read_text()).get("before", []))
-    first, second = {"config": {"a": 1}, "until": 4}, {"config": {"a": 2}, "until": 8}
+    first, second = {"config": {"a": 1}, "until": 4}, {"config": {"a": [2]}, "until": 8}
     assert found == [[], [first], [first], [first, second], [], []]
 
 

@@ -123,7 +123,7 @@ def row_errors(found_RC: Tensor, expected_RC: Tensor) -> RowErrors:
     """Compare rows; what is expected is rounded to the dtype of what was found."""
     found, expected = found_RC.double(), expected_RC.to(found_RC.dtype).double()
     error_R = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
-    return errors_of(torch.where(error_R.isfinite() & found.isfinite().all(1), error_R, torch.inf))
+    return errors_of(torch.where(error_R.isfinite(), error_R, torch.inf))
 
 
 def errors_of(error_R: Tensor) -> RowErrors:

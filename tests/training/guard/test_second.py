@@ -81,6 +81,8 @@ def test_a_band_is_learned_and_widened() -> None:
     assert limits("nonfinite") == Limits(None, 0.0)
     learn({"amax": 32.0, "sqnr_db": 26.0})
     assert limits("amax") == Limits(2.0 / 64, 2048.0) and limits("sqnr_db") == Limits(18.0, None)
+    learn({"rounding": 1.5e-2})
+    assert limits("rounding") == Limits(None, 2e-2), "what is wrong however long it lasts"
     assert not limits("amax").hold(2049.0) and not limits("amax").hold(0.0) and not limits("amax").hold(math.nan)
 
 
