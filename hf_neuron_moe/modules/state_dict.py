@@ -123,6 +123,11 @@ class KernelLayoutMixin(nn.Module):
         current = self._stock_tensors(keep_vars=False)
         for rule in self.neuron_rules:
             given = {name: state_dict[prefix + name] for name in rule.stock if prefix + name in state_dict}
+            param = self._parameters.get(rule.kernel)
+            if any(value is param for value in given.values()):
+                # set_model_state_dict of torch.distributed adds what a partial state dict lacks, from the parameters.
+                own[prefix + rule.kernel] = param
+                continue
             if strict:
                 missing_keys.extend(prefix + name for name in rule.stock if name not in given)
             errors = [
