@@ -125,12 +125,17 @@ class NeuronMoEQuantizer(HfQuantizer):
         return left
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        from hf_neuron_moe.quantizers.post_load import finish
+        from hf_neuron_moe.quantizers.post_load import finish, parts_with_codes
 
         assert self.placement is not None
         self._cast_renamed(model)
         finish(model, self.placement, self.quantization_config)
+        for part in parts_with_codes(model):  # transformers asks the quantizer of the whole model only
+            part.__dict__["save_pretrained"] = self._refuse_saving
         return model
+
+    def _refuse_saving(self, *args: object, **kwargs: object) -> None:
+        self.is_serializable()
 
     def _cast_renamed(self, model: PreTrainedModel) -> None:
         """Cast what older transformers leaves in its file's dtype where it is renamed, such as Mixtral's routers."""
