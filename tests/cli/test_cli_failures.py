@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import typer
 
 import hf_neuron_moe.convert
 from hf_neuron_moe import errors
@@ -32,7 +33,7 @@ from hf_neuron_moe.convert import (
     convert_checkpoint,
 )
 from hf_neuron_moe.convert.transaction import disk
-from hf_neuron_moe.errors import ConversionError, NeuronMoEError, ShapeError
+from hf_neuron_moe.errors import ConversionError, DiskError, NeuronMoEError, ShapeError
 
 
 def kinds(model_dir: Path, tmp_path: Path) -> dict[str, list[object]]:
@@ -358,6 +359,18 @@ def test_values_that_make_no_sense_are_usage_errors(option, value, run):
 )
 def test_sizes(text, nbytes):
     assert shared_options.size_in_bytes(text) == nbytes
+
+
+def test_a_size_has_at_least_one_byte():
+    with pytest.raises(typer.BadParameter, match="is not a size"):
+        shared_options.size_in_bytes("0.9B")
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_work(tmp_path, monkeypatch):
+    shared_options.make_folder(tmp_path, "Name another one.")
+    monkeypatch.setattr("os.access", lambda folder, mode: False)
+    with pytest.raises(DiskError, match="no permission"):
+        shared_options.make_folder(tmp_path, "Name another one.")
 
 
 def test_the_command_line_offers_what_the_library_takes(run):

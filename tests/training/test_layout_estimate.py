@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.training.fit import fit_layout
+from hf_neuron_moe.training.fit import _layouts, fit_layout
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
 from hf_neuron_moe.training.one_rank import Layout
 from hf_neuron_moe.training.repeated_layers import RepeatedLayers
@@ -207,10 +208,34 @@ def test_the_layout_that_fits_is_the_one_that_sends_least() -> None:
         assert found.estimate == known[found.layout] and found.layouts == len(two)
         fits = [policy for policy in found.estimate.policies if policy.total <= memory]
         assert found.policy == fits[0]
-    with pytest.raises(ConfigError, match=r"optimizer states alone do not fit .5."):
-        fit_layout(model, configs, memory=50_000, devices=2, **options)
+    fixed = [result.parameter_bytes + result.gradient_bytes + result.optimizer_bytes for result in known.values()]
+    for memory in (50_000, min(fixed) * 99 // 100):
+        with pytest.raises(ConfigError, match=r"optimizer states alone do not fit .5."):
+            fit_layout(model, configs, memory=memory, devices=2, **options)
     with pytest.raises(ConfigError, match="no activation policy saves little enough"):
         fit_layout(model, configs, memory=min(least.values()) - 1, devices=2, **options)
+
+
+@pytest.mark.parametrize(("length", "best"), [(13, Layout(tp=2)), (64, Layout(dp_replicate=2))])
+def test_what_is_sent_orders_the_layouts(length: int, best: Layout) -> None:
+    """Tensor parallelism sends by token, here less than the weights' gradients for 13 tokens; FSDP sends most."""
+    with torch.device("meta"):
+        config = tiny_config("llama", num_hidden_layers=1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    configs = {"recompute": NeuronMoEConfig(activations="recompute")}
+    found = fit_layout(model, configs, memory=2**40, devices=2, batch=1, length=length)
+    assert found.layout == best
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_all_layouts_that_transformers_accepts_are_looked_at(experts: bool) -> None:
+    sizes = [1, 2, 4, 8]
+    accepted = set()
+    for tp, ep, fsdp, dp in itertools.product(sizes, sizes if experts else [1], sizes, sizes):
+        with suppress(ConfigError):
+            accepted.add(Layout(tp=tp, ep=ep, fsdp=fsdp, dp_replicate=dp))
+    found = list(_layouts(8, experts=experts))
+    assert len(found) == len(set(found)) and set(found) == {layout for layout in accepted if layout.devices == 8}
 
 
 @pytest.mark.sampled(3)
