@@ -144,7 +144,7 @@ def test_batch_and_length_follow_from_what_is_given():
     assert batch_of(8192, None, 512, None) == (16, 512)
     assert batch_of(None, None, 512, None) == (1, 512)
     assert batch_of(64, 2, 32, None) == (2, 32)
-    assert batch_of(None, 2**11, MOST_TOKENS // 2**11, None) == (2**11, MOST_TOKENS // 2**11)
+    assert batch_of(None, 1, MOST_TOKENS, None) == (1, MOST_TOKENS)
     for tokens, batch, length in ((64, 3, 32), (4099, None, None), (None, None, None)):
         with pytest.raises(typer.BadParameter):
             batch_of(tokens, batch, length, 128)

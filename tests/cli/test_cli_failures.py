@@ -423,3 +423,31 @@ def test_an_interrupt_that_is_held_back_comes_at_the_end_and_a_second_one_at_onc
         signal.raise_signal(signal.SIGINT)
         ends.append("second")
     assert ends == ["first"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 130), (["--debug"], 70)])
+def test_debugging_shows_what_a_package_made_of_an_interrupt(arguments, code, capsys):
+    def application(given, **options):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            error = ImportError("half imported")
+            error.add_note("a note")
+            raise error from None
+
+    with pytest.raises(SystemExit) as ended:
+        error_handling.run(application, arguments)
+    assert ended.value.code == code
+    assert ("half imported" in capsys.readouterr().err) == bool(arguments)
+
+
+def test_debugging_shows_a_note_once(capsys):
+    def application(given, **options):
+        error = NeuronMoEError("wrong")
+        error.add_note("also this")
+        raise error
+
+    for arguments in ([], ["--debug"]):
+        with pytest.raises(SystemExit):
+            error_handling.run(application, arguments)
+        assert capsys.readouterr().err.count("also this") == 1

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,9 @@ def test_workers_hold_different_experts_of_a_weight(checkpoint) -> None:
     assert plan.weights[name].shape[0] >= 3
     one, two, three = (estimate._held_bytes(plan, tensors, count) for count in (1, 2, 3))
     assert (two, three) == (2 * one, 3 * one)
+
+
+def test_a_disk_with_exactly_the_bytes_is_large_enough(checkpoint, tmp_path) -> None:
+    found = estimate_conversion(checkpoint("llama"), tmp_path / "dst")
+    assert "would fail" not in str(replace(found, free_bytes=found.output_bytes))
+    assert "would fail" in str(replace(found, free_bytes=found.output_bytes - 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import DTypeError, NeuronMoEWarning, ShapeError, UnsupportedModelError
+from hf_neuron_moe.modules.dense_checks import check_arguments
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from tests.refusals import refused
 from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
 
@@ -171,3 +174,14 @@ def test_patching_in_the_middle_of_something(family: str, home: str) -> None:
             unpatch_model(model)
         assert not any(p.is_inference() for p in model.parameters())
         model(ids, labels=ids).loss.backward()
+
+
+def test_an_argument_that_decides_a_branch_may_be_left_out() -> None:
+    roles = DenseRoles(
+        ("gate", "up"), "down", "act", extra_arguments=True, fixed_arguments=(("residual", 0, None), ("scale", 1, 1.0))
+    )
+    block = SimpleNamespace(neuron_name="mlp")
+    check_arguments(block, roles, (), {"other": 3})
+    check_arguments(block, roles, (None,), {"scale": 1.0})
+    with pytest.raises(UnsupportedModelError, match=r"scale must be 1\.0, got 2\.0"):
+        check_arguments(block, roles, (None, 2.0), {})

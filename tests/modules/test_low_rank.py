@@ -15,6 +15,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.dense_roles import DenseRoles
 from hf_neuron_moe.modules.low_rank import LowRank, low_rank_mlp, low_rank_of, three_weights
 from hf_neuron_moe.training import measure_saved_bytes
 from tests.tiny_models import tiny_model, tokens
@@ -223,3 +224,9 @@ def test_gates_and_biases_are_those_of_the_materialized_weights(gate: Gate, prec
         torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-6)  # sums in another order
     only = torch.autograd.grad(y, [biases[1]], dout)[0]
     assert torch.equal(only, exact[2])
+
+
+def test_adapters_know_fused_weights_with_gate_first_only() -> None:
+    orders = ({}, {"up_first": True}, {"interleaved": True}, {"up_first": True, "interleaved": True})
+    roles = [DenseRoles(("gate_up_proj",), "down_proj", "act_fn", **order) for order in orders]
+    assert [each.gate_first for each in roles] == [True, False, False, False]

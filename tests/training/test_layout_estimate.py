@@ -142,6 +142,7 @@ def refusal(family: str, **sizes: int) -> str:
         ("mixtral", {"tp": 3}, "tp does not divide 4 attention heads"),
         ("mixtral", {"ep": 8, "fsdp": 8}, "ep does not divide 4 experts"),
         ("mixtral", {"ep": 2, "fsdp": 8}, "4 ranks share 2 experts"),
+        ("mixtral", {"fsdp": 3}, "3 ranks share 4 experts"),  # two for each of the first two
         ("mixtral", {"ep": 3, "tp": 2}, "`ep_size` must be a multiple of `tp_size`"),
         ("llama", {"ep": 2, "fsdp": 2}, "has no `ep_plan`"),
         ("llama", {"tp": 2, "pp": 2}, "KeyError"),
@@ -225,6 +226,15 @@ def test_what_is_sent_orders_the_layouts(length: int, best: Layout) -> None:
     configs = {"recompute": NeuronMoEConfig(activations="recompute")}
     found = fit_layout(model, configs, memory=2**40, devices=2, batch=1, length=length)
     assert found.layout == best
+
+
+def test_adam_holds_four_times_the_parameters() -> None:
+    """Parameters, gradients and two states, of which each of two ranks has at least half."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=1), dtype=torch.bfloat16)
+    memory = 4 * sum(param.nbytes for param in model.parameters()) // 2 * 99 // 100
+    with pytest.raises(ConfigError, match=r"optimizer states alone do not fit \(3\)"):
+        fit_layout(model, {"full": NeuronMoEConfig()}, memory=memory, devices=2, batch=1, length=1)
 
 
 @pytest.mark.parametrize("experts", [False, True])
