@@ -219,3 +219,9 @@ def test_report_has_three_forms_and_opens_what_it_wrote(run, tmp_path: Path, mon
         assert shown.code == 0 and said in shown.out
         assert opened == [(tmp_path / "out" / "report.html").as_uri()]
         assert json.loads(run("report", tmp_path / "out", "--open", "--json").out)["opened"] is found
+
+
+def test_the_least_time_counts_the_forwards_of_checkpointing(model_dir, run):
+    options = ["estimate", model_dir, "--tokens", 64, "--device", "h100", "--activations", "minimal"]
+    again = "every forward twice (gradient checkpointing)"
+    assert again in run(*options, "--gradient-checkpointing").out and again not in run(*options).out

@@ -451,3 +451,12 @@ def test_debugging_shows_a_note_once(capsys):
         with pytest.raises(SystemExit):
             error_handling.run(application, arguments)
         assert capsys.readouterr().err.count("also this") == 1
+
+
+def test_a_message_of_megabytes_is_cut(capsys):
+    def application(given, **options):
+        raise NeuronMoEError("x" * 10**6)
+
+    with pytest.raises(SystemExit):
+        error_handling.run(application, [])
+    assert len(capsys.readouterr().err) <= error_handling.LONGEST_MESSAGE + 1 < 2000

@@ -20,7 +20,7 @@ from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.training.fit import _layouts, fit_layout
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
-from hf_neuron_moe.training.one_rank import Layout
+from hf_neuron_moe.training.one_rank import Layout, _gathered
 from hf_neuron_moe.training.repeated_layers import RepeatedLayers
 from tests.shared_runs import collected, made_once, shared_folder
 from tests.tiny_models import tiny_config, tiny_model
@@ -302,3 +302,13 @@ def test_adapters_are_cut_by_tensor_parallelism_alone() -> None:
     for layout in (Layout(ep=2, fsdp=2), Layout(fsdp=2, dp_replicate=2)):
         assert gradients(layout) == of_one
     assert gradients(Layout(tp=2, fsdp=2)) == gradients(Layout(tp=2)) < of_one
+
+
+def test_two_groups_in_a_row_are_gathered_and_frozen_weights_are_sent_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP has the group in use and fetches the next; weights travel in both passes, gradients once."""
+    monkeypatch.setattr("torch.distributed.fsdp.FSDPModule", torch.nn.Linear)
+    mine = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))  # 4 bytes each
+    mine[2].requires_grad_(False)
+    full = {"0.weight": 100, "1.weight": 40, "2.weight": 70}
+    gathered, sent = _gathered(mine, dict(mine.named_parameters()), full)
+    assert (gathered, sent) == (100 + 40, 3 * 96 + 3 * 36 + 2 * 66)
