@@ -225,3 +225,9 @@ def test_the_least_time_counts_the_forwards_of_checkpointing(model_dir, run):
     options = ["estimate", model_dir, "--tokens", 64, "--device", "h100", "--activations", "minimal"]
     again = "every forward twice (gradient checkpointing)"
     assert again in run(*options, "--gradient-checkpointing").out and again not in run(*options).out
+
+
+def test_estimate_refuses_a_conversion(model_dir, run, tmp_path):
+    assert run("convert", model_dir, tmp_path / "dst").code == 0
+    result = run("estimate", tmp_path / "dst", "--tokens", 8)
+    assert result.code == 1 and "must be an original checkpoint, got a conversion" in result.err

@@ -191,3 +191,7 @@ def test_a_disk_with_exactly_the_bytes_is_large_enough(checkpoint, tmp_path) -> 
     found = estimate_conversion(checkpoint("llama"), tmp_path / "dst")
     assert "would fail" not in str(replace(found, free_bytes=found.output_bytes))
     assert "would fail" in str(replace(found, free_bytes=found.output_bytes - 1))
+
+
+def test_a_disk_that_cannot_be_measured_costs_nothing(tmp_path) -> None:
+    assert estimate._write_cost(tmp_path / "missing") == 0.0 < estimate._write_cost(tmp_path)
