@@ -13,12 +13,15 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, LlavaConfig, MixtralConfig
 
+from hf_neuron_moe.cli.doctor_text import table
+from hf_neuron_moe.cli.verify_device import _show_block
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.device.device_report import BlockResult
 from hf_neuron_moe.device.device_verification import load_for_verification
 from hf_neuron_moe.device.gpus import GPUs, inspect_gpus
 from hf_neuron_moe.device.installed import BROKEN, ENVIRONMENT, MISSING, OK, PLACEHOLDER, Package, inspect_installation
 from hf_neuron_moe.device.kernel_support import block_groups, usable_kernels
-from hf_neuron_moe.device.tolerances import BOUNDS
+from hf_neuron_moe.device.tolerances import BOUNDS, TensorResult
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.tiny_models import tiny_config, tiny_model
@@ -491,3 +494,22 @@ def test_the_document_names_the_variables_and_the_bounds(repo_root):
         assert text in page
     for bounds in (bf16, mxfp8):
         assert f"{bounds.least_db:.0f} to {bounds.good_db:.0f} dB" in page
+
+
+def test_numbers_of_a_table_are_aligned_on_the_right() -> None:
+    rows = [("name", "n", "m"), ("a", "10", "5"), ("long one", "200", "60")]
+    assert list(table(rows, " ", numbers=True)) == [
+        " name        n   m",
+        " a          10   5",
+        " long one  200  60",
+    ]
+    assert list(table(rows))[:2] == ["name      n    m", "a         10   5"]
+
+
+def test_verify_device_prints_both_figures_of_a_tensor(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = (TensorResult("output", 0.0031, 48.26, "pass"), TensorResult("grad input", None, None, "fail", "NaN"))
+    _show_block(BlockResult("layers.0.mlp", "mlp", "fail", tensors, seconds=1.25))
+    block, heading, output, gradient = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert block == ["layers.0.mlp", "(mlp):", "fail,", "1.2", "s"]
+    assert heading == ["max", "relative", "SQNR", "dB"]
+    assert (output, gradient) == (["output", "3.1e-03", "48.3", "pass"], ["grad", "input", "-", "-", "fail", "NaN"])

@@ -11,6 +11,7 @@ import typer
 
 from hf_neuron_moe.activation_policy import PRESETS
 from hf_neuron_moe.cli.estimate import batch_of, gibibytes
+from hf_neuron_moe.config import MOST_TOKENS
 
 
 def test_estimate_tells_a_table_or_one_object(model_dir, run):
@@ -97,6 +98,11 @@ def test_estimate_reads_a_bare_configuration(model_dir, run, tmp_path):
         (["--tokens", "9", "--length", "2"], 2, "not a multiple of 2"),
         (["--batch", "9"], 2, "give --tokens, or --length"),
         (["--tokens", "8", "--activations", "1B/token"], 2, "a budget of at least 128 bytes per token"),
+        (["--tokens", "8", "--fit", "24GiB"], 2, "--fit needs --devices"),
+        (["--tokens", "8", "--devices", "2"], 2, "--devices needs --fit"),
+        (["--tokens", "8", "--fit", "24GiB", "--devices", "2", "--dp-replicate", "2"], 2, "leave out --dp-replicate"),
+        (["--tokens", "8", "--fit", "24GiB", "--devices", "2", "--device", "trn2"], 2, "leave out the layout"),
+        (["--tokens", "8", "--tp", "2", "--device", "trn2"], 2, "leave out the layout"),
     ],
 )
 def test_estimate_refuses_in_words(options, code, message, model_dir, run):
@@ -125,12 +131,20 @@ def test_estimate_says_that_sequences_are_longer_than_the_context(model_dir, run
     assert shown not in run("estimate", model_dir, "--length", 2048).out
 
 
+def test_bytes_sent_are_per_token_of_the_ranks_that_share_a_batch(model_dir, run):
+    """Both ranks send for the same tokens."""
+    options = ["estimate", model_dir, "--tokens", 64, "--tp", 2, "--activations", "minimal"]
+    sent = json.loads(run(*options, "--json").out)["rank"]["sent_bytes"]
+    assert f"The ranks send {2 * sent / 64 / 1024:,.1f} KiB per token and step." in run(*options).out
+
+
 def test_batch_and_length_follow_from_what_is_given():
     assert batch_of(8192, None, None, 4096) == (2, 4096)
     assert batch_of(8192, 8, None, 4096) == (8, 1024)
     assert batch_of(8192, None, 512, None) == (16, 512)
     assert batch_of(None, None, 512, None) == (1, 512)
     assert batch_of(64, 2, 32, None) == (2, 32)
+    assert batch_of(None, 1, MOST_TOKENS, None) == (1, MOST_TOKENS)
     for tokens, batch, length in ((64, 3, 32), (4099, None, None), (None, None, None)):
         with pytest.raises(typer.BadParameter):
             batch_of(tokens, batch, length, 128)
@@ -205,3 +219,15 @@ def test_report_has_three_forms_and_opens_what_it_wrote(run, tmp_path: Path, mon
         assert shown.code == 0 and said in shown.out
         assert opened == [(tmp_path / "out" / "report.html").as_uri()]
         assert json.loads(run("report", tmp_path / "out", "--open", "--json").out)["opened"] is found
+
+
+def test_the_least_time_counts_the_forwards_of_checkpointing(model_dir, run):
+    options = ["estimate", model_dir, "--tokens", 64, "--device", "h100", "--activations", "minimal"]
+    again = "every forward twice (gradient checkpointing)"
+    assert again in run(*options, "--gradient-checkpointing").out and again not in run(*options).out
+
+
+def test_estimate_refuses_a_conversion(model_dir, run, tmp_path):
+    assert run("convert", model_dir, tmp_path / "dst").code == 0
+    result = run("estimate", tmp_path / "dst", "--tokens", 8)
+    assert result.code == 1 and "must be an original checkpoint, got a conversion" in result.err

@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import typer
 
 import hf_neuron_moe.convert
 from hf_neuron_moe import errors
@@ -32,7 +33,7 @@ from hf_neuron_moe.convert import (
     convert_checkpoint,
 )
 from hf_neuron_moe.convert.transaction import disk
-from hf_neuron_moe.errors import ConversionError, NeuronMoEError, ShapeError
+from hf_neuron_moe.errors import ConversionError, DiskError, NeuronMoEError, ShapeError
 
 
 def kinds(model_dir: Path, tmp_path: Path) -> dict[str, list[object]]:
@@ -360,6 +361,18 @@ def test_sizes(text, nbytes):
     assert shared_options.size_in_bytes(text) == nbytes
 
 
+def test_a_size_has_at_least_one_byte():
+    with pytest.raises(typer.BadParameter, match="is not a size"):
+        shared_options.size_in_bytes("0.9B")
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_work(tmp_path, monkeypatch):
+    shared_options.make_folder(tmp_path, "Name another one.")
+    monkeypatch.setattr("os.access", lambda folder, mode: False)
+    with pytest.raises(DiskError, match="no permission"):
+        shared_options.make_folder(tmp_path, "Name another one.")
+
+
 def test_the_command_line_offers_what_the_library_takes(run):
     shown = run("convert", "--help").out
     for known in (PRECISIONS, LAYOUTS, SCALE_LAYOUTS, SCALE_RULES, PURPOSES, ON_NONFINITE):
@@ -410,3 +423,40 @@ def test_an_interrupt_that_is_held_back_comes_at_the_end_and_a_second_one_at_onc
         signal.raise_signal(signal.SIGINT)
         ends.append("second")
     assert ends == ["first"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 130), (["--debug"], 70)])
+def test_debugging_shows_what_a_package_made_of_an_interrupt(arguments, code, capsys):
+    def application(given, **options):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            error = ImportError("half imported")
+            error.add_note("a note")
+            raise error from None
+
+    with pytest.raises(SystemExit) as ended:
+        error_handling.run(application, arguments)
+    assert ended.value.code == code
+    assert ("half imported" in capsys.readouterr().err) == bool(arguments)
+
+
+def test_debugging_shows_a_note_once(capsys):
+    def application(given, **options):
+        error = NeuronMoEError("wrong")
+        error.add_note("also this")
+        raise error
+
+    for arguments in ([], ["--debug"]):
+        with pytest.raises(SystemExit):
+            error_handling.run(application, arguments)
+        assert capsys.readouterr().err.count("also this") == 1
+
+
+def test_a_message_of_megabytes_is_cut(capsys):
+    def application(given, **options):
+        raise NeuronMoEError("x" * 10**6)
+
+    with pytest.raises(SystemExit):
+        error_handling.run(application, [])
+    assert len(capsys.readouterr().err) <= error_handling.LONGEST_MESSAGE + 1 < 2000

@@ -9,10 +9,11 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hf_neuron_moe.cli.progress_line import duration, in_words, watching
+from hf_neuron_moe.cli.progress_line import Watch, _logged, duration, in_words, watching
 
 
 class Terminal(io.StringIO):
@@ -71,6 +72,17 @@ def test_a_log_says_what_is_left(monkeypatch, capsys):
     assert re.search(r", about \d\d+ min left, peak", long)
 
 
+def test_a_log_has_a_line_a_minute_with_the_time_left_at_this_runs_speed(monkeypatch, capsys):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("hf_neuron_moe.cli.progress_line.time", SimpleNamespace(monotonic=lambda: clock.now))
+    update = _logged("training", Watch("steps", start=0.0), "steps")
+    for clock.now, done in ((1.0, 10), (59.9, 39), (60.0, 40), (119.9, 60), (120.0, 70)):
+        update(done, 100)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "40 of 100 steps (40 %), about 2 min left" in first  # 60 steps at 30 in 59 s
+    assert "70 of 100 steps (70 %), about 1 min left" in second  # 30 steps at 60 in 119 s
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_the_peak_between_two_steps_is_seen():
     with watching("converting", quiet=True) as (watch, _):
@@ -94,7 +106,15 @@ def test_results_tell_bytes_time_and_memory(model_dir, run, tmp_path):
 
 @pytest.mark.parametrize(
     ("nbytes", "words"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (7e9, "7.0 GB"), (3e12, "3.00 TB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (1500, "1.5 kB"),
+        (2.5e6, "2.5 MB"),
+        (7e9, "7.0 GB"),
+        (3e12, "3.00 TB"),
+    ],
 )
 def test_sizes_in_words(nbytes, words):
     assert in_words(nbytes) == words

@@ -64,9 +64,11 @@ def test_a_run_and_its_mistakes(run: Any, config: Callable[..., Path], tmp_path:
     shown = run("train", config(), "--check")
     assert (
         shown.code == 0
-        and re.search(r"^no mistake found: \d+ rows of \w+; a run writes to ", shown.out)
+        and re.search(r"^no mistake found: [1-9]\d* rows of \w+; a run writes to ", shown.out)
         and not (tmp_path / "out").exists()
     )
+    facts = json.loads(run("train", config(), "--check", "--json").out)
+    assert f" {facts['rows']} rows of {facts['kind']}; a run writes to {facts['output_dir']}" in shown.out
     shown = run("train", config(), "--json", "--max_steps", "2")
     facts = json.loads(shown.out)
     assert shown.code == 0 and facts["ok"] and facts["metrics"]["train_loss"] > 0

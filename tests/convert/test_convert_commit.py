@@ -322,3 +322,30 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
     with refused(SourceDamageError, shard_file.name):
         export_checkpoint(tmp_path / "dst", tmp_path / "back")
     assert {path.name for path in tmp_path.iterdir()} == {source.name, "dst"}
+
+
+def test_a_lock_on_a_folder_that_its_owner_removed_is_taken_again(tmp_path, monkeypatch):
+    home, destination, lock, locked = tmp_path / "dst.partial", tmp_path / "dst", commit._lock, []
+
+    def removed_first(descriptor, *, shared):
+        if not locked:
+            home.rmdir()
+            home.mkdir()
+        locked.append(descriptor)
+        return lock(descriptor, shared=shared)
+
+    monkeypatch.setattr(commit, "_lock", removed_first)
+    with commit.held(home, destination):
+        assert len(locked) == 2
+        with pytest.raises(DestinationError, match="another process at work"), commit.held(home, destination):
+            pass
+
+
+def test_the_marker_is_removed_last(tmp_path, monkeypatch):
+    """Until then the folder is known as a conversion's, even if the removal is cut off."""
+    for name in (commit.MARKER_FILE, "folder", ".a"):
+        (tmp_path / name).touch()
+    removed = []
+    monkeypatch.setattr(disk, "remove_tree", lambda path: removed.append(path.name))
+    commit.empty(tmp_path)
+    assert removed == [".a", "folder", commit.MARKER_FILE]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,31 @@ def test_of_two_runs_the_faster_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 5.0, 10.0, 12.0])
     monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(clock))
     assert estimate._fastest(lambda: None) == 2.0
+
+
+def test_sources_are_read_twice_and_shards_once_more(checkpoint, monkeypatch):
+    """To be hashed and to be converted; what was written is read to be hashed."""
+    monkeypatch.setattr(estimate, "_read_cost", lambda plan: 2.0)
+    monkeypatch.setattr(estimate, "_fastest", lambda work: 3.0 * estimate.SAMPLE_BYTES)
+    plan = plan_conversion(checkpoint("llama"), ConvertOptions())
+    assert estimate._compute_seconds(plan, [], 10, 0, 1) == 10 * (2 * 2 + 3)
+    assert estimate._compute_seconds(plan, [], 0, 10, 1) == 10 * (2 + 3)
+
+
+def test_workers_hold_different_experts_of_a_weight(checkpoint) -> None:
+    plan = plan_conversion(checkpoint("mixtral"), ConvertOptions("bf16", "kernel"))
+    name = min(plan.weights)
+    tensors = [tensor for group in plan.shards.values() for tensor in group if tensor.weight == name]
+    assert plan.weights[name].shape[0] >= 3
+    one, two, three = (estimate._held_bytes(plan, tensors, count) for count in (1, 2, 3))
+    assert (two, three) == (2 * one, 3 * one)
+
+
+def test_a_disk_with_exactly_the_bytes_is_large_enough(checkpoint, tmp_path) -> None:
+    found = estimate_conversion(checkpoint("llama"), tmp_path / "dst")
+    assert "would fail" not in str(replace(found, free_bytes=found.output_bytes))
+    assert "would fail" in str(replace(found, free_bytes=found.output_bytes - 1))
+
+
+def test_a_disk_that_cannot_be_measured_costs_nothing(tmp_path) -> None:
+    assert estimate._write_cost(tmp_path / "missing") == 0.0 < estimate._write_cost(tmp_path)

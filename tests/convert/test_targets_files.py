@@ -76,6 +76,13 @@ def test_the_card_names_losses_padding_and_ranks(checkpoint, tmp_path):
     assert "split among 2 ranks" in text
 
 
+def test_the_card_names_the_most_padding_of_all_weights(checkpoint, tmp_path):
+    convert_checkpoint(checkpoint("qwen2_moe"), tmp_path / "dst", ConvertOptions("bf16", "kernel", pad=True))
+    zeros = [tensor.padding.get("H", 0) for tensor in read_manifest(tmp_path / "dst").tensors]
+    assert len({count for count in zeros if count}) == 2
+    assert f"zeros at the end of H (up to {max(zeros)})" in (tmp_path / "dst" / "README.md").read_text()
+
+
 def test_a_card_that_is_no_text_is_refused(checkpoint, tmp_path):
     source = checkpoint("llama")
     (source / "README.md").write_bytes(b"\xff\xfe not utf-8")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.explore.explain import FOLD, KEEP_BF16, Outlier, Reason, reason_of
-from hf_neuron_moe.explore.fold import fold
+from hf_neuron_moe.explore.fold import fold, save_folded
 from hf_neuron_moe.explore.measure import Pass
 from hf_neuron_moe.explore.measures import Measures
 from hf_neuron_moe.explore.run import Options, explore
@@ -127,3 +127,24 @@ def test_the_folded_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
     ids = torch.arange(3, 67)[None]
     stock, folded = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "folded"))
     torch.testing.assert_close(folded(ids).logits, stock(ids).logits, rtol=2**-8, atol=2**-8)
+
+
+def test_a_folded_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    class Saved:
+        def __init__(self, name: str, fails: bool = False) -> None:
+            self.name, self.fails = name, fails
+
+        def save_pretrained(self, folder: Path) -> None:
+            if self.fails:
+                raise OSError("no space")
+            folder.mkdir(exist_ok=True)
+            (folder / self.name).touch()
+
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "of_a_killed_run").touch()
+    with pytest.raises(OSError, match="no space"):
+        save_folded(Saved("model"), Saved("tokenizer", fails=True), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    save_folded(Saved("model"), Saved("tokenizer"), tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model", "tokenizer"]

@@ -84,11 +84,14 @@ def test_phases_and_base_are_the_whole(S: int, H: int, I: int) -> None:  # noqa:
     td = {name: TensorDescriptor(tensor) for name, tensor in given.items()}
     made = {"d_gate": (S, I), "d_up": (S, I), "scratch": (2 * I, S), "dx": (S, H), "dw": (2 * I, H), "dwd": (H, I)}
     out = {name: TensorDescriptor(empty(*shape)) for name, shape in made.items()}
-    base = release_2_30.mlp_backward_mxfp8_base_nki(
-        td["output_hidden_states_grad"], td["hidden_states"], td["gate_pre"], td["gate_act"], td["up"], td["hidden"],
-        td["gate_proj_weight_T"], td["up_proj_weight_T"], td["down_proj_weight_T"], out["d_gate"], out["d_up"],
-        td["hidden_states_T"], td["output_grad_T"], td["hidden_T"], out["scratch"], out["dx"], out["dw"], out["dwd"],
-    )  # fmt: skip
+    with kernels.record_launches() as launches:
+        base = release_2_30.mlp_backward_mxfp8_base_nki(
+            td["output_hidden_states_grad"], td["hidden_states"], td["gate_pre"], td["gate_act"], td["up"],
+            td["hidden"], td["gate_proj_weight_T"], td["up_proj_weight_T"], td["down_proj_weight_T"], out["d_gate"],
+            out["d_up"], td["hidden_states_T"], td["output_grad_T"], td["hidden_T"], out["scratch"], out["dx"],
+            out["dw"], out["dwd"],
+        )  # fmt: skip
+    assert launches[-1].kernel == "mlp_backward_mxfp8_base_nki"  # after its phases
     assert all(torch.equal(one, other) for one, other in zip(base, whole, strict=True))
     assert torch.equal(out["d_gate"].data, given["d_gate_scratch"])
     assert torch.equal(out["d_up"].data, given["d_up_scratch"])

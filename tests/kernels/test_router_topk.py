@@ -290,6 +290,7 @@ def test_device_limits(
         ({"k": None}, ConfigError, "k"),
         ({"k": 0}, ShapeError, "k"),
         ({"k": 17}, ShapeError, "k"),
+        ({"k": 17, "device_limits": False}, ShapeError, "k"),
         ({"x_hbm_layout": 2}, ConfigError, "x_hbm_layout"),
         ({"x_hbm_layout": 0}, ShapeError, "x"),
         ({"x_sb_layout": 3}, ConfigError, "x_sb_layout"),

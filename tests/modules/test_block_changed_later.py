@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch.nn import functional as F
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import DTypeError, NeuronMoEWarning, ShapeError, UnsupportedModelError
+from hf_neuron_moe.modules.dense_checks import check_arguments
+from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.structure import is_inert
 from tests.refusals import refused
 from tests.tiny_models import WEIGHT_LAYOUTS, tiny_model, tokens
 
@@ -185,3 +189,19 @@ def test_patching_in_the_middle_of_something(family: str, home: str) -> None:
             unpatch_model(model)
         assert not any(p.is_inference() for p in model.parameters())
         model(ids, labels=ids).loss.backward()
+
+
+def test_an_argument_that_decides_a_branch_may_be_left_out() -> None:
+    roles = DenseRoles(
+        ("gate", "up"), "down", "act", extra_arguments=True, fixed_arguments=(("residual", 0, None), ("scale", 1, 1.0))
+    )
+    block = SimpleNamespace(neuron_name="mlp")
+    check_arguments(block, roles, (), {"other": 3})
+    check_arguments(block, roles, (None,), {"scale": 1.0})
+    with pytest.raises(UnsupportedModelError, match=r"scale must be 1\.0, got 2\.0"):
+        check_arguments(block, roles, (None, 2.0), {})
+
+
+def test_a_probability_of_zero_is_a_number() -> None:
+    values = (0, 0.0, nn.Dropout(0.0), nn.Identity(), 0.1, False, torch.zeros(()), nn.Dropout(0.1), nn.Dropout1d(0.0))
+    assert [is_inert(value) for value in values] == [True] * 4 + [False] * 5

@@ -486,3 +486,11 @@ def test_an_activation_whose_function_was_exchanged_has_no_row() -> None:
         activation = ACT2FN[name]
         activation.act = F.relu
         assert act_of(activation) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"approximate": "none"}])
+def test_a_gelu_by_tanh_that_calls_another_one_is_no_row(options: dict[str, str]) -> None:
+    activation = ACT2FN["gelu_pytorch_tanh"]
+    assert act_of(activation) == "gelu_tanh"
+    activation.act = functools.partial(F.gelu, **options)
+    assert act_of(activation) is None

@@ -49,8 +49,10 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.experts_calls import known_call
+from hf_neuron_moe.modules.experts_calls import by_expert, identity, known_call
 from hf_neuron_moe.modules.experts_form import read_experts
+from hf_neuron_moe.modules.gate_expression import UnknownForm
+from hf_neuron_moe.modules.gate_match import match_gate
 from tests.modules.test_equals_stock import assert_close
 from tests.refusals import refused
 from tests.tiny_models import assert_same_snapshot, snapshot
@@ -415,3 +417,25 @@ def test_a_bias_that_is_taken_away_is_an_error() -> None:
     ids = torch.zeros(3, K, dtype=torch.long)
     with refused(UnsupportedModelError, "the biases", "Unpatch the model", where="mlp"):
         box["mlp"](torch.randn(3, H), ids, torch.rand(3, K))
+
+
+def test_a_capped_gate_has_a_plain_sigmoid() -> None:
+    gate, up = ("half", 0, False), ("half", 1, False)
+    for inside, found in ((gate, Gate(gate_softcap=3.0)), (("scaled", gate, 1.702), None)):
+        expression = ("product", ("product", ("softcap", gate, 3.0), ("sigmoid", inside)), up)
+        if found is not None:
+            assert match_gate(expression) == (found, False)
+            continue
+        with pytest.raises(UnknownForm):
+            match_gate(expression)
+
+
+def test_processes_share_what_experts_return_unchanged() -> None:
+    x_TH, ids_TK, weight_TK = torch.randn(1, 4), torch.tensor([[2, 0]]), torch.tensor([[0.5, 0.25]])
+    found = identity(lambda x, ids, weights: torch.zeros_like(x), 2, 2, x_TH, ids_TK, weight_TK)
+    torch.testing.assert_close(found, 0.25 * x_TH)
+
+
+def test_a_row_without_positive_values_is_no_row_of_zeros() -> None:
+    x_RH = torch.tensor([[-1.0, 0.0], [0.0, 0.0]])
+    assert torch.equal(by_expert(lambda x, ids, weights: x + 3, 2, x_RH), torch.tensor([[2.0, 3.0], [0.0, 0.0]]))

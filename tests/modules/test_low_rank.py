@@ -15,7 +15,14 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.backends.gate import Gate
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.low_rank import LowRank, low_rank_mlp, low_rank_of, three_weights
+from hf_neuron_moe.modules.dense_roles import DenseRoles
+from hf_neuron_moe.modules.low_rank import (
+    LowRank,
+    low_rank_mlp,
+    low_rank_of,
+    three_weights,
+    unsupported_reason_low_rank,
+)
 from hf_neuron_moe.training import measure_saved_bytes
 from tests.tiny_models import tiny_model, tokens
 
@@ -223,3 +230,33 @@ def test_gates_and_biases_are_those_of_the_materialized_weights(gate: Gate, prec
         torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-6)  # sums in another order
     only = torch.autograd.grad(y, [biases[1]], dout)[0]
     assert torch.equal(only, exact[2])
+
+
+def test_adapters_know_fused_weights_with_gate_first_only() -> None:
+    orders = ({}, {"up_first": True}, {"interleaved": True}, {"up_first": True, "interleaved": True})
+    roles = [DenseRoles(("gate_up_proj",), "down_proj", "act_fn", **order) for order in orders]
+    assert [each.gate_first for each in roles] == [True, False, False, False]
+
+
+def test_a_bias_alone_may_be_trained() -> None:
+    x, (gate, up), down = torch.randn(3, 8), torch.randn(2, 16, 8), torch.randn(8, 16)
+    bias = torch.zeros(16, requires_grad=True)
+    layers = [LowRank(weight) for weight in (gate, up, down)]
+    options: dict[str, Any] = {"precision": "fp32", "backend": "torch", "gate": Gate(), "activations": "minimal"}
+    low_rank_mlp(x, layers, training=True, biases=(bias, None, None), **options).sum().backward()
+    expected = torch.autograd.functional.jacobian(
+        lambda b: ((nn.functional.silu(x @ gate.T + b) * (x @ up.T)) @ down.T).sum(), torch.zeros(16)
+    )
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["hook", "transposed"])
+def test_factors_that_do_more_than_multiply_are_named(change: str) -> None:
+    layer: Any = first_block(adapted()).gate_proj
+    assert unsupported_reason_low_rank(layer) is None
+    if change == "hook":
+        layer.lora_A["default"].register_forward_hook(lambda module, args, out: out * 2)
+    else:
+        layer.fan_in_fan_out = True
+    assert unsupported_reason_low_rank(layer) == "a LoRA layer whose factors are not plain linear layers"

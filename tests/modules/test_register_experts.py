@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
+from hf_neuron_moe.modules import experts
 from hf_neuron_moe.modules.experts import register_experts_implementation
 from tests.refusals import refused
 from tests.tiny_models import OTHER_GATES, tiny_model, tokens
@@ -101,3 +103,19 @@ def test_the_kernel_home_needs_patching() -> None:
     with refused(ConfigError, "config.weights", "patch_model"):
         register_experts_implementation({"weights": "kernel"}, NAME)
     assert NAME not in ALL_EXPERTS_FUNCTIONS
+
+
+def test_a_backend_is_asked_about_the_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def torch_after_asking(config, device, what, support, warned):  # type: ignore[no-untyped-def]
+        support(SimpleNamespace(support=lambda shape, spec, tokens: asked.append(shape.biased)))
+        return "torch"
+
+    monkeypatch.setattr(experts, "usable_backend", torch_after_asking)
+    register_experts_implementation({"precision": "fp32"}, NAME)
+    for family in ("gpt_oss", "mixtral"):
+        model = tiny_model(family)
+        model.set_experts_implementation(NAME)
+        model(tokens())
+    assert list(dict.fromkeys(asked)) == [(True, True), (False, False)]

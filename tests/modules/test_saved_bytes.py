@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,6 +169,8 @@ def test_what_is_kept_less_is_computed_more() -> None:
         assert recomputed_flops(shape, more) < recomputed_flops(shape, less)
     assert recomputed_flops(shape, "recompute") == 2 * (2 * 256 * 2 * 1024 + 5 * 1024)
     assert recomputed_flops(shape, "fp8") == recomputed_flops(shape, "gate_pre+up") + 2 * (2 * 1024)  # decoding
+    plain = replace(shape, gate=Gate("squared_relu", gated=False))
+    assert recomputed_flops(plain, "fp8") == recomputed_flops(plain, "up") + 2 * 1024
 
 
 def test_a_model_that_does_not_say_its_top_k_has_no_figure() -> None:

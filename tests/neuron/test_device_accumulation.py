@@ -109,3 +109,9 @@ def test_an_error_of_the_model_leaves_the_verdict(machine: Start, monkeypatch: p
     block = verified().blocks[0]
     assert (block.verdict, block.explanation) == ("fail", "")
     assert block.note == "the reference that rounds like the kernels could not be computed: out of memory"
+
+
+def test_the_reference_gets_each_limit_in_its_place() -> None:
+    names = ("up_clamp_upper_limit", "up_clamp_lower_limit", "gate_clamp_upper_limit", "gate_clamp_lower_limit")
+    _, call = emulation.CALLS["moe_backward"](dict(zip(names, (7.0, -6.0, 5.0, -4.0), strict=True)))
+    assert (call["clamp_limits"].up, call["clamp_limits"].gate) == ((7.0, -6.0), (5.0, -4.0))

@@ -25,6 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import NeuronMoEWarning, ShapeError
+from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import register_experts_implementation
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
@@ -201,3 +202,10 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
     assert shown(lambda: forward(40)) == [], "once per model"
     forward(32)
     assert len(double.launches) == 2
+
+
+def test_the_longest_call_is_the_kernels() -> None:
+    calls = LongCalls(most=8)
+    assert not calls.take(8, "mlp")
+    with pytest.warns(NeuronMoEWarning, match="more than 8 tokens"):
+        assert calls.take(9, "mlp")

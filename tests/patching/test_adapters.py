@@ -85,6 +85,7 @@ def test_adapters_put_on_a_patched_mlp_are_honoured(target: list[str]) -> None:
     [
         ({"use_dora": True}, "a LoRA layer of the variant DoraLinearVariant"),
         ({"hooked": True}, "a LoRA layer with hooks"),
+        ({"lora_bias": True}, "a LoRA layer with a bias"),
     ],
 )
 def test_adapters_that_the_operator_does_not_know_are_honoured_and_announced_once(

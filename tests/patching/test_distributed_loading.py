@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
+from hf_neuron_moe.modules.collectives import sum_rows
+from hf_neuron_moe.modules.expert_parallel import unsupported_reason_of_exchange
 from hf_neuron_moe.modules.experts import register_experts_implementation
 from hf_neuron_moe.modules.in_place import block_of
 from hf_neuron_moe.training.blocks import patched_blocks
@@ -103,3 +106,16 @@ def test_a_registered_implementation_runs_in_a_model_that_fsdp_shards(tmp_path: 
     model = sharded(tmp_path, fsdp_size=2)
     model.set_experts_implementation(NAME)
     assert model(tokens()).logits.shape == (2, 9, 64)
+
+
+def test_another_exchange_of_tokens_is_named() -> None:
+    class Own:
+        """An implementation that hands over no affinities."""
+
+    assert "brought by Own; use ep_implementation='auto'" in unsupported_reason_of_exchange(Own())
+
+
+def test_partial_sums_are_added_in_fp32() -> None:
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # bf16 has no 257
+    total = sum_rows(rows, torch.zeros(3, dtype=torch.int64), 1)
+    assert total.dtype == torch.float32 and total.item() == 258

@@ -28,6 +28,7 @@ BLOCKS = [(f"model.layers.{layer}.mlp.{part}",) for layer in range(12) for part 
         ("model.layers.*.mlp.shared_experts", "model.layers.*.mlp.shared_expert"),
         ("model.layers.0.mlp.expers", "model.layers.0.mlp.experts"),
         ("lm_head", None),
+        ("99", None),  # another number is not what was meant
         ("model.layers.99.mlp.experts", "model.layers.9.mlp.experts"),  # no such layer: the nearest whole name
     ],
 )

@@ -320,3 +320,13 @@ def test_nothing_to_patch() -> None:
         patch_model(nn.Sequential(nn.Linear(4, 4)))
     with refused(NothingToPatchError, "model", "2 of them skipped"):
         patch_model(tiny_model("llama"), exclude="*")
+
+
+def test_weights_that_were_frozen_while_patched_stay_frozen() -> None:
+    model = tiny_model("mixtral")
+    patch_model(model, {"weights": "kernel"})
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj.requires_grad_(False)
+    unpatch_model(model)
+    experts = model.model.layers[0].mlp.experts
+    assert (experts.gate_up_proj.requires_grad, experts.down_proj.requires_grad) == (True, False)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, UnsupportedModelError
 from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig
@@ -146,6 +147,15 @@ def test_places_that_blocks_cannot_be_in(converted: Converted, tmp_path: Path, p
     places = {"": "cpu", "model.layers.1": other}
     with refused(UnsupportedModelError, "device_map", got=f"cpu, {other}"):
         load(converted("mixtral", precision=precision), device_map=places, offload_folder=str(tmp_path))
+
+
+def test_bf16_blocks_that_accelerate_spread_over_devices(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``device_map="auto"`` is settled after the look at what was asked for."""
+    monkeypatch.setattr(PreTrainedModel, "hf_device_map", {"model": 0, "lm_head": 0}, raising=False)
+    assert load(converted("mixtral", precision="bf16")).training is False
+    monkeypatch.setattr(PreTrainedModel, "hf_device_map", {"model": 0, "lm_head": 1})
+    with refused(UnsupportedModelError, "device_map", got="0, 1"):
+        load(converted("mixtral", precision="bf16"))
 
 
 def test_quantizing_while_loading(source: Source) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.training.fit import fit_layout
+from hf_neuron_moe.training.fit import _layouts, fit_layout
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
-from hf_neuron_moe.training.one_rank import Layout
+from hf_neuron_moe.training.one_rank import Layout, _gathered
 from hf_neuron_moe.training.repeated_layers import RepeatedLayers
 from tests.shared_runs import collected, made_once, shared_folder
 from tests.tiny_models import tiny_config, tiny_model
@@ -141,6 +142,7 @@ def refusal(family: str, **sizes: int) -> str:
         ("mixtral", {"tp": 3}, "tp does not divide 4 attention heads"),
         ("mixtral", {"ep": 8, "fsdp": 8}, "ep does not divide 4 experts"),
         ("mixtral", {"ep": 2, "fsdp": 8}, "4 ranks share 2 experts"),
+        ("mixtral", {"fsdp": 3}, "3 ranks share 4 experts"),  # two for each of the first two
         ("mixtral", {"ep": 3, "tp": 2}, "`ep_size` must be a multiple of `tp_size`"),
         ("llama", {"ep": 2, "fsdp": 2}, "has no `ep_plan`"),
         ("llama", {"tp": 2, "pp": 2}, "KeyError"),
@@ -207,10 +209,43 @@ def test_the_layout_that_fits_is_the_one_that_sends_least() -> None:
         assert found.estimate == known[found.layout] and found.layouts == len(two)
         fits = [policy for policy in found.estimate.policies if policy.total <= memory]
         assert found.policy == fits[0]
-    with pytest.raises(ConfigError, match=r"optimizer states alone do not fit .5."):
-        fit_layout(model, configs, memory=50_000, devices=2, **options)
+    fixed = [result.parameter_bytes + result.gradient_bytes + result.optimizer_bytes for result in known.values()]
+    for memory in (50_000, min(fixed) * 99 // 100):
+        with pytest.raises(ConfigError, match=r"optimizer states alone do not fit .5."):
+            fit_layout(model, configs, memory=memory, devices=2, **options)
     with pytest.raises(ConfigError, match="no activation policy saves little enough"):
         fit_layout(model, configs, memory=min(least.values()) - 1, devices=2, **options)
+
+
+@pytest.mark.parametrize(("length", "best"), [(13, Layout(tp=2)), (64, Layout(dp_replicate=2))])
+def test_what_is_sent_orders_the_layouts(length: int, best: Layout) -> None:
+    """Tensor parallelism sends by token, here less than the weights' gradients for 13 tokens; FSDP sends most."""
+    with torch.device("meta"):
+        config = tiny_config("llama", num_hidden_layers=1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    configs = {"recompute": NeuronMoEConfig(activations="recompute")}
+    found = fit_layout(model, configs, memory=2**40, devices=2, batch=1, length=length)
+    assert found.layout == best
+
+
+def test_adam_holds_four_times_the_parameters() -> None:
+    """Parameters, gradients and two states, of which each of two ranks has at least half."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=1), dtype=torch.bfloat16)
+    memory = 4 * sum(param.nbytes for param in model.parameters()) // 2 * 99 // 100
+    with pytest.raises(ConfigError, match=r"optimizer states alone do not fit \(3\)"):
+        fit_layout(model, {"full": NeuronMoEConfig()}, memory=memory, devices=2, batch=1, length=1)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_all_layouts_that_transformers_accepts_are_looked_at(experts: bool) -> None:
+    sizes = [1, 2, 4, 8]
+    accepted = set()
+    for tp, ep, fsdp, dp in itertools.product(sizes, sizes if experts else [1], sizes, sizes):
+        with suppress(ConfigError):
+            accepted.add(Layout(tp=tp, ep=ep, fsdp=fsdp, dp_replicate=dp))
+    found = list(_layouts(8, experts=experts))
+    assert len(found) == len(set(found)) and set(found) == {layout for layout in accepted if layout.devices == 8}
 
 
 @pytest.mark.sampled(3)
@@ -267,3 +302,13 @@ def test_adapters_are_cut_by_tensor_parallelism_alone() -> None:
     for layout in (Layout(ep=2, fsdp=2), Layout(fsdp=2, dp_replicate=2)):
         assert gradients(layout) == of_one
     assert gradients(Layout(tp=2, fsdp=2)) == gradients(Layout(tp=2)) < of_one
+
+
+def test_two_groups_in_a_row_are_gathered_and_frozen_weights_are_sent_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP has the group in use and fetches the next; weights travel in both passes, gradients once."""
+    monkeypatch.setattr("torch.distributed.fsdp.FSDPModule", torch.nn.Linear)
+    mine = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))  # 4 bytes each
+    mine[2].requires_grad_(False)
+    full = {"0.weight": 100, "1.weight": 40, "2.weight": 70}
+    gathered, sent = _gathered(mine, dict(mine.named_parameters()), full)
+    assert (gathered, sent) == (100 + 40, 3 * 96 + 3 * 36 + 2 * 66)

@@ -112,7 +112,7 @@ class StoredForm:
         padding, rank = self.part.padding, self.part.rank
         suffix = "" if rank is None else f".tp{rank}"
         if self.extra_zeros:
-            padding["I"] = padding.get("I", 0) + self.extra_zeros
+            padding["I"] = self.extra_zeros  # --pad leaves none to add
         return WrittenTensor(
             name=weight + self.suffix + (suffix if self.ep_rank is None else f".ep{self.ep_rank}"),
             file="",
@@ -201,7 +201,7 @@ def _pad_rule(weight: FusedWeight, options: ConvertOptions) -> PadRule | None:
     if not options.pad:
         return None
     if _reads_words(weight, options):  # ``moe_cte``'s MX implementations: H in 512s; I below 512 in 32s, else in 512s
-        return lambda axis, size: _up(size, MX_BLOCK if axis == "I" and _up(size, MX_BLOCK) < TILE else TILE)
+        return lambda axis, size: _up(size, MX_BLOCK if axis == "I" and size < TILE else TILE)
     if weight.has_experts and not options.quantized:  # ``moe_cte``: H in 512s; ``blockwise_mm_bwd``: I in 32s, 2 cores
         return lambda axis, size: _up(size, TILE if axis == "H" else 2 * MX_BLOCK)
     if options.swizzled and (_is_quantized(weight, options) or not options.quantized):
