@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from tests.refusals import refused
+from tests.tiny_models import tiny_model
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -368,3 +369,11 @@ def test_mxfp8_needs_whole_blocks(tmp_path):
     with refused(ConversionError, "contraction size of model.layers.0.mlp.gate_up_proj.weight", got="48"):
         convert_checkpoint(tmp_path / "src", tmp_path / "dst", ConvertOptions("mxfp8", "kernel"))
     assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_weights_without_values_are_refused(precision, tmp_path):
+    tiny_model("llama", num_hidden_layers=1, intermediate_size=0).bfloat16().save_pretrained(tmp_path / "src")
+    with refused(ConversionError, "shape of model.layers.0.mlp.gate_up_proj.weight", got="[0, 32]"):
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst", ConvertOptions(precision))

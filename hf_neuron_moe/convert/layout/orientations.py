@@ -135,6 +135,9 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None 
 
     Values, then their scales if quantized, for each orientation in turn. A size that does not fit is a ConversionError.
     """
+    if 0 in weight.shape:
+        fix = "Correct the sizes in config.json, or take it from where the weights came from."
+        raise ConversionError.about(f"shape of {weight.name}", "one without a 0", list(weight.shape), fix)
     options = options.of(weight.name)
     if weight.has_experts and options.ep_degree > 1 and rank is not None:
         return _forms_of_experts(weight, options, rank)
@@ -298,7 +301,7 @@ def _keeps_codes(weight: FusedWeight, options: ConvertOptions, part: Part) -> bo
 
 
 def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:
-    if K % MX_BLOCK or K == 0:
+    if K % MX_BLOCK:
         expected = f"a multiple of {MX_BLOCK} for {'MXFP8' if options.quantized else 'swizzled operands'}"
         fix = "Use --pad (in kernel layout), or --precision bf16 without --swizzle for this model."
         raise ConversionError.about(f"contraction size of {weight.name}", expected, K, fix)
