@@ -76,7 +76,7 @@ class QuantizedBlock(NeuronBlock):
     @property
     def neuron_shape(self) -> SavedBlock:
         stack = self.neuron_stack
-        experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
+        experts = None if self.neuron_form is None else len(stack.down_codes)
         sizes = (stack.hidden, stack.inner, self.neuron_top_k)
         config, gate = self.neuron_config, self.neuron_gate
         joined = () if self.neuron_roles is None else (stack.gate_up_bias, stack.down_bias)

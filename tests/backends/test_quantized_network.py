@@ -391,3 +391,10 @@ def test_experts_at_once(stored: str, activations: str, name: str) -> None:
         results[backend] = [y.detach(), *torch.autograd.grad(y, (x, weights), dout)]
     for found, expected, bound in zip(results["torch-grouped"], results["torch"], (2**-12, 2**-8, 1e-5), strict=True):
         assert relative(found, expected.double()) <= bound
+
+
+@pytest.mark.parametrize("words", [torch.int16, torch.uint16, torch.int32, torch.uint32])
+def test_words_are_held_as_signed_integers_of_their_width(words: torch.dtype) -> None:
+    codes, scales = torch.zeros(4, dtype=words), torch.zeros(4, dtype=torch.uint8)
+    held, *_ = held_form(codes, scales, MXLayout())
+    assert held.dtype is (torch.int16 if words.itemsize == 2 else torch.int32) and held.shape == (4,)

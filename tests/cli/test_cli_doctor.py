@@ -218,6 +218,11 @@ def test_the_kernels_of_a_models_kinds_of_blocks_are_listed(run, model_dir, mixt
         assert "moe_forward and moe_backward: the documents leave open" in text  # of dense blocks too
 
 
+def test_notes_are_for_blocks_that_some_kernel_computes(run, model_dir):
+    assert "  note  computed by the bf16 kernels" in run("doctor", model_dir).out
+    assert "  note  " not in run("doctor", model_dir, "--lnc", 1).out, "they need LNC 2"
+
+
 def test_the_documents_are_asked_about_the_lnc_that_is_set(run, mixtral_dir, monkeypatch):
     """LNC 1 has no kernels for experts: that can be told before a machine is rented."""
     assert "Trn2 and Trn3" in run("doctor", mixtral_dir).out.partition("trn2 and trn3: by")[2].splitlines()[0]
@@ -302,6 +307,8 @@ def test_doctor_judges_the_blocks_of_a_conversion(run, tmp_path):
     (block,) = shown["natural"]
     assert "takes words" in block["documented"]["trn3"]["reason"]
     assert [block["precision"] for block in shown["bf16"]] == ["bf16", "mxfp8"] and not shown["bf16"][0]["frozen"]
+    kinds = {name: (blocks[0]["kind"], blocks[0]["experts"]) for name, blocks in shown.items()}
+    assert kinds == {"dense": ("mlp", None), "words": ("experts", 4), "natural": ("experts", 4), "bf16": ("mlp", None)}
     advice = "--precision mxfp8 --for inference --pad` writes experts as words"
     assert advice in run("doctor", tmp_path / "natural-converted").out
     text = run("doctor", tmp_path / "dense-converted").out

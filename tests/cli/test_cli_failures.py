@@ -269,9 +269,10 @@ def test_misspelt_words_are_answered_with_the_nearest(arguments, hint, run):
     text = run(*arguments)
     assert (text.code, text.out) == (2, "")
     assert re.search(rf"Did you mean {re.escape(hint)}\?|Did you mean '{re.escape(hint)}'\?", text.err), text.err
+    assert "ossible options" not in text.err, "the nearest name is enough"
     shown = json.loads(run(*arguments, "--json").out)
     assert (shown["kind"], shown["exit_code"]) == ("usage", 2)
-    assert "Did you mean" in shown["message"]
+    assert "Did you mean" in shown["message"] and "ossible options" not in shown["message"]
 
 
 def test_refusals_name_options_as_they_are_typed(model_dir, run, tmp_path):

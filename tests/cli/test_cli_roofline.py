@@ -112,6 +112,15 @@ def test_frozen_blocks_tell_what_the_kernels_compute_for_nothing():
     assert frozen.groups[0].padding_overhead_percent == 0.0
 
 
+def test_each_pass_takes_the_longer_of_its_operations_and_its_bytes():
+    """Of a small block the forward is bound by memory (x, y, weights, four of I), the backward by operations."""
+    group, row, weights = BlockGroup("mlp", ("a",), None, None, 896, 896, None), 8192 * 896, 3 * 896 * 896
+    floor = roofline([group], "trn3", "mxfp8", Step(8192), {"policy": {}}).groups[0].floor
+    forward, backward = 2 * (6 * row + weights) / 1.225e12, 6 * 2 * row * 896 / CORE["trn3"]
+    assert floor is not None and floor.seconds == pytest.approx(forward + backward, rel=1e-12)
+    assert floor.seconds > 1.05 * max(floor.compute_seconds, floor.memory_seconds)
+
+
 def test_few_tokens_are_bound_by_memory_and_padded_to_a_tile():
     few = roofline([DENSE], "trn3", "mxfp8", Step(1)).groups[0]
     assert few.floor is not None and few.floor.bound == "memory"
@@ -241,12 +250,27 @@ def test_weight_copies_are_counted_before_a_machine_is_there(group, chip, precis
     shown = line.to_dict()
     assert shown["memory"]["weight_copies"]["stock"]["total"] == stock * 2**30
     assert shown["memory"]["policies"]["minimal"]["fits"] is (kernel <= 10)
+    assert shown["memory"]["policies"]["stock"]["fits"], "all of the memory is enough"
     assert shown["blocks"][0]["weight_copy_bytes"] == {
         "kernel": kernel * 2**30 // blocks,
         "stock": stock * 2**30 // blocks,
     }
     fp32 = roofline([replace(group, dtype=torch.float32)], chip, precision, Step(4096), {"minimal": {}})
     assert fp32.copies["kernel"].total > kernel * 2**30, "the kernels read bf16"
+
+
+def test_the_largest_block_is_that_with_most_copies():
+    small = replace(LLAMA, names=("b",), inner=512)
+    assert roofline([small, LLAMA], "trn3", "mxfp8", Step(64)).copies["stock"].largest_block == 7 * 2**30 // 32
+
+
+def test_a_token_has_no_more_experts_than_there_are():
+    few, all_of_them = (
+        roofline([replace(EXPERTS, experts=2, top_k=each)], "trn2", "bf16", Step(4096)).groups[0] for each in (8, 2)
+    )
+    assert (few.flops, few.floor) == (all_of_them.flops, all_of_them.floor)
+    again = roofline([EXPERTS], "trn2", "bf16", Step(4096, checkpointing=True)).groups[0]
+    assert again.padding_overhead_percent == 43.75, "what is computed again is no padding"
 
 
 def test_what_policies_share_is_copied_once():
@@ -358,6 +382,16 @@ def test_a_gpu_computes_blocks_that_no_kernel_does(run, tmp_path):
     odd = BlockGroup("mlp", ("a",), None, None, 64, 96, "its activation is GELU")
     found = roofline([odd], "h100", "bf16", Step(128))
     assert found.left_out == {odd.label: odd.reason} and not found.computed
+
+
+def test_a_gpu_writes_kept_products_where_they_are_made():
+    """x and y, weights, the intermediate out and in, all four kept; what they read and write is no pass of its own."""
+    every, two = (
+        roofline([DENSE], "h100", "bf16", Step(4096), {"policy": dict.fromkeys("ab", keep)}).groups[0].floor
+        for keep in ("gate_pre+gate_act+up+intermediate", "gate_pre+up")
+    )
+    assert every is not None and two is not None
+    assert every.bytes - two.bytes == 2 * (2 + 2) * WIDE, "written by the forward, read by the backward"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, read_manifest
 from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB, blocks_of, sqnr_db
 from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
+from hf_neuron_moe.convert.audit.networks import is_gate
 from hf_neuron_moe.convert.audit.operands import k_positions, scale_row_of
 from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.errors import NeuronMoEWarning
@@ -136,3 +137,9 @@ def test_inspect_of_an_ordinary_checkpoint(checkpoint):
     assert (report.kind, report.options) == ("checkpoint", {})
     assert len(report.tensors) == 21 and set(report.layouts) == {"Hugging Face"}
     assert "model.layers.*.mlp.up_proj.weight" in report.to_text()
+
+
+def test_limits_of_a_gate_leave_something_between_them():
+    assert is_gate({"gate_min": 0.0, "gate_max": 1.0}, True)
+    assert not is_gate({"gate_min": 1.0, "gate_max": 1.0}, True)
+    assert not is_gate({"up_min": 2.0, "up_max": 1.0}, True)

@@ -122,6 +122,8 @@ def test_dequantize_and_fake_quantize_refuse() -> None:
         fake_quantize_mx(torch.zeros(32, 48))
     with refused(ShapeError, "axis", got="1.0"):
         fake_quantize_mx(torch.zeros(2, 32), 1.0)  # type: ignore[arg-type]
+    with refused(ShapeError, "axis", got="True"):
+        fake_quantize_mx(torch.zeros(2, 32), True)
     with refused(DeviceError, "scales", got="meta"):
         dequantize_mx(quantized.codes, quantized.scales.to("meta"))
 

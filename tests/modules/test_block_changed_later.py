@@ -205,3 +205,10 @@ def test_an_argument_that_decides_a_branch_may_be_left_out() -> None:
 def test_a_probability_of_zero_is_a_number() -> None:
     values = (0, 0.0, nn.Dropout(0.0), nn.Identity(), 0.1, False, torch.zeros(()), nn.Dropout(0.1), nn.Dropout1d(0.0))
     assert [is_inert(value) for value in values] == [True] * 4 + [False] * 5
+
+
+def test_a_dropout_with_code_of_its_own_is_not_skipped() -> None:
+    hooked, overridden = nn.Dropout(0.0), nn.Dropout(0.0)
+    hooked.register_forward_hook(lambda module, args, result: 2 * result)
+    overridden.forward = lambda x: 2 * x
+    assert not is_inert(hooked) and not is_inert(overridden)

@@ -152,3 +152,16 @@ def test_transposed_experts_keep_their_parameters(home: str) -> None:
     patch_model(block, {"precision": "fp32", "weights": home})
     assert [id(param) for param in block.parameters()] == before
     assert_close(block["experts"](hidden_TH, index_TK, weights_TK), expected, "experts")
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "llama_biased"])
+def test_later_calls_of_a_dense_block_compute_what_the_first_does(family: str) -> None:
+    """The short way of generation is not for fused layers and biases, and autocast changes nothing."""
+    model = tiny_model(family).eval()
+    patch_model(model, {"precision": "fp32"})
+    block, x = model.model.layers[0].mlp, torch.randn(1, 1, 32)
+    with torch.no_grad():
+        first = block(x)
+        torch.testing.assert_close(block(x), first)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(block(x), first)

@@ -276,3 +276,17 @@ def test_the_worst_kernel_decides(verdicts: tuple[str, ...], whole: str) -> None
     report = SmokeReport("neuron:0", kernels, {})
     assert report.verdict == whole and report.to_dict()["ok"] == (whole == "pass")
     json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_a_process_that_ends_early_by_itself_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    found = list(smoke._results("mlp-mxfp8", Ended(0, "bye"), tmp_path))
+    assert [(result.verdict, result.stopped_at) for result in found] == [("error", "traced"), ("not run", None)]
+
+
+def test_a_process_has_caches_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace or an executable of an earlier run would leave nothing to compile."""
+    names = (NEFF_CACHE, "NKI_COMPILE_CACHE_URL", "NKI_ENABLE_TRACE_CACHE")
+    code = f"import os; print(*(os.environ[name] for name in {names}))"
+    monkeypatch.setattr(smoke, "WORKER", (sys.executable, "-c", code))
+    ended = smoke.run_worker({}, tmp_path, 60)
+    assert (ended.code, ended.output.split()) == (0, [str(tmp_path / "neff"), str(tmp_path / "nki"), "0"])

@@ -191,3 +191,11 @@ def test_any_optimizer_step_drops_all_copies() -> None:
     torch.optim.SGD([other], lr=1.0).step()
     assert weights.nbytes == 0
     assert torch.equal(weights.get("turned", lambda w: w.t().contiguous(), weight), 2 * first)
+
+
+def test_a_copy_of_several_weights_goes_with_any_of_them() -> None:
+    one, two, other = torch.ones(4), torch.ones(4), torch.ones(4)
+    copies = PreparedWeights()
+    copies.get("sum", torch.add, one, two)
+    assert copies.drop([other]) == 0 and copies.nbytes == 16
+    assert copies.drop([two[1:]]) == 16 and copies.nbytes == 0

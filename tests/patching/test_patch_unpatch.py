@@ -50,6 +50,8 @@ def test_unpatch_brings_trained_weights_gradients_and_mode(family: str, home: st
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
     assert all(param.grad is not None and param.grad.shape == param.shape for param in model.parameters())
+    places = {param.grad.untyped_storage().data_ptr() for param in model.parameters() if param.grad is not None}
+    assert len(places) == len(list(model.parameters())), "each gradient has memory of its own"
 
 
 @pytest.mark.parametrize("home", WEIGHT_LAYOUTS)

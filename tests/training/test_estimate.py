@@ -17,7 +17,9 @@ from transformers.optimization import Adafactor
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.activation_policy import PRESETS
 from hf_neuron_moe.backends.torch.compute import release_scratch
+from hf_neuron_moe.config import MOST_TOKENS
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, ShapeError, public
+from hf_neuron_moe.training import memory_estimate
 from hf_neuron_moe.training.fake_forward import fake_saved_activations
 from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training, optimizer_bytes
 from hf_neuron_moe.training.one_rank import Layout
@@ -327,3 +329,23 @@ def test_a_layout_with_a_transformers_that_has_no_such_sizes(monkeypatch: pytest
     monkeypatch.setattr("transformers.distributed.configuration_utils.DistributedConfig", of_5_17)
     with refused(BackendUnavailableError, "layout", r"pip install 'transformers>="):
         public("estimate")(Layout)(tp=2)
+
+
+def test_what_blocks_keep_per_token_is_told_without_checkpointing() -> None:
+    found = []
+    for again in (False, True):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+        options: dict[str, Any] = {"batch": 2, "length": 64, "gradient_checkpointing": again}
+        found.append(estimate_training(model, {"minimal": NeuronMoEConfig()}, **options).policies[0])
+    assert found[0].blocks_bytes_per_token == found[1].blocks_bytes_per_token > 0
+    assert found[0].saved_blocks > found[1].saved_blocks
+
+
+def test_a_step_has_at_most_so_many_tokens() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1, 1)
+    configs = {"minimal": NeuronMoEConfig()}
+    memory_estimate._check(model, configs, 1, MOST_TOKENS, "adamw", 0)
+    with pytest.raises(ConfigError, match=r"batch \* length must be at most 2,147,483,647 tokens"):
+        memory_estimate._check(model, configs, 2, 2**30, "adamw", 0)

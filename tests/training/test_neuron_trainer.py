@@ -367,3 +367,10 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
     assert "mean_token_accuracy" in first  # SFTTrainer's own logs are there too
     written = json.loads((tmp_path / "own" / "neuron_moe" / "run.json").read_text())
     assert written["config"]["precision"] == "mxfp8"
+
+
+def test_health_is_measured_in_a_number_of_steps_or_never() -> None:
+    assert NeuronMoECallback(health_steps=0).health_steps == 0
+    for wrong in (-1, True, 1.5):
+        with refused(ConfigError, "health_steps", got=repr(wrong)):
+            NeuronMoECallback(health_steps=wrong)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ sum of n products differs by at most n * 2**-24 of the sum of their magnitudes, 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -153,3 +154,12 @@ def test_errors() -> None:
         grouped_product(x[:, 1:], weight, ends)
     with pytest.raises(ShapeError):
         weight_gradient(x, x, ends, torch.empty(1, N, K))
+
+
+def test_an_empty_grid_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes no empty grid; the interpreter does."""
+    monkeypatch.setattr(launch_grid, "INTERPRETED", SimpleNamespace(value=True))
+    kernel = MagicMock()
+    for grid in ((4, 0), (0,), (4, 1)):
+        launch_grid.launch(kernel, grid, torch.empty(0))
+    assert [call.args for call in kernel.__getitem__.call_args_list] == [((4, 1),)]
