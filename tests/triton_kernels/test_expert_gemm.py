@@ -163,3 +163,9 @@ def test_an_empty_grid_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     for grid in ((4, 0), (0,), (4, 1)):
         launch_grid.launch(kernel, grid, torch.empty(0))
     assert [call.args for call in kernel.__getitem__.call_args_list] == [((4, 1),)]
+
+
+def test_nothing_is_added_to_rows_after_the_last_group() -> None:
+    x_RK, weight_1NK = torch.ones(20, K).bfloat16(), torch.ones(1, N, K).bfloat16()
+    out_RN = grouped_product(x_RK, weight_1NK, torch.tensor([4], dtype=torch.int32), added_EN=torch.ones(1, N))
+    assert torch.equal(out_RN[:4], torch.full((4, N), K + 1.0)) and not out_RN[4:].any()

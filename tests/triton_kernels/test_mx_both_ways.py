@@ -122,3 +122,9 @@ def test_strided_source_and_what_is_no_source() -> None:
         quantize(x.half(), values=True)
     with pytest.raises(ShapeError):
         quantize(x, (torch.tensor([9], dtype=torch.int32), 40), values=True)
+
+
+def test_a_rest_of_384_is_no_axis_of_384() -> None:
+    x_TC = torch.randn(4, 512 + 384, generator=torch.Generator().manual_seed(0))
+    one, other = (quantize(x_TC, values=False, lone_384=lone)[0] for lone in (False, True))
+    assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
