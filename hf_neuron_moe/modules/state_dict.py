@@ -75,6 +75,7 @@ class KernelLayoutMixin(nn.Module):
 
     def __new__(cls, *args: Any, **options: Any) -> KernelLayoutMixin:
         """Make an instance known to :func:`kernel_layout_parameters`; copying and unpickling come by here too."""
+        _compare_with_stock_shapes()
         module = super().__new__(cls)
         _instances.add(module)
         return module
@@ -122,6 +123,11 @@ class KernelLayoutMixin(nn.Module):
         current = self._stock_tensors(keep_vars=False)
         for rule in self.neuron_rules:
             given = {name: state_dict[prefix + name] for name in rule.stock if prefix + name in state_dict}
+            param = self._parameters.get(rule.kernel)
+            if any(value is param for value in given.values()):
+                # set_model_state_dict of torch.distributed adds what a partial state dict lacks, from the parameters.
+                own[prefix + rule.kernel] = param
+                continue
             if strict:
                 missing_keys.extend(prefix + name for name in rule.stock if name not in given)
             errors = [
@@ -144,6 +150,44 @@ class KernelLayoutMixin(nn.Module):
         kernel_missing: list[str] = []
         super()._load_from_state_dict(own, prefix, local_metadata, strict, kernel_missing, unexpected_keys, error_msgs)
         missing_keys.extend(key for key in kernel_missing if key not in kernel_keys)
+
+
+@functools.cache
+def _compare_with_stock_shapes() -> None:
+    """Let transformers see stock shapes where saving turns a tensor whose shape is not its parameter's.
+
+    It would write Qwen3-VL-MoE's experts transposed. The operation itself is changed, once per process: which model
+    around a patched part will be saved is not known when the part is patched.
+    """
+    from transformers.core_model_loading import Transpose
+
+    operation: Any = Transpose
+    convert = operation.convert
+
+    @functools.wraps(convert)
+    def with_stock_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "check_dims", False):
+            kwargs["model"] = _StockShapes(kwargs["model"])
+        return convert(self, *args, **kwargs)
+
+    operation.convert = with_stock_shapes
+
+
+@dataclass(frozen=True)
+class _StockShapes:
+    """Stands in for a model where the shape of a parameter is asked for."""
+
+    model: Any
+
+    def get_parameter(self, name: str) -> Tensor:
+        path, _, own = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        found: Tensor = (
+            module._stock_tensors(keep_vars=True)[own]
+            if isinstance(module, KernelLayoutMixin)
+            else self.model.get_parameter(name)
+        )
+        return found
 
 
 _instances: WeakSet[KernelLayoutMixin] = WeakSet()

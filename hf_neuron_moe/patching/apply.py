@@ -69,7 +69,6 @@ class PatchState:
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)  # models that got the conversion of checkpoint names
     covered: list[tuple[nn.Module, str]] = field(default_factory=list)  # models and methods that patching stands before
-    conversions: list[tuple[nn.Module, Any]] = field(default_factory=list)  # those of models that lost some by shape
     rules: adapter_watch.Rules = field(default_factory=list)
 
 
@@ -106,9 +105,6 @@ def apply_plan(
                 release_layout(swap.replacement, swap.original)
                 state.swaps.append(swap)
             undo.callback(checkpoint_names.remember, checkpoint_names.forget_decoding(model))
-            undo.callback(checkpoint_names.remember, state.conversions)
-            if any(item.config.weights == "kernel" for item in plan):
-                checkpoint_names.forget_shapes(model, state.conversions)
             undo.callback(checkpoint_names.remove, state.resumable)
             checkpoint_names.install(model, state.resumable)
             undo.callback(model_methods.uncover, state.covered)
@@ -200,7 +196,6 @@ def undo_patch(model: nn.Module, state: PatchState) -> None:
     """Take every replacement out of `model`. If it is interrupted, calling it again finishes the work."""
     drop_weight_copies(model.parameters())
     checkpoint_names.remove(state.resumable)
-    checkpoint_names.remember(state.conversions)
     model_methods.uncover(state.covered)
     optimizer_layout.unwatch(model)
     adapter_watch.unwatch(state.rules)

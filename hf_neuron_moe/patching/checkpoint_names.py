@@ -9,7 +9,7 @@ replace their part of the parameter's present value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,8 @@ class Group:
     @property
     def checks_shapes(self) -> bool:
         """Whether transformers itself decides by shape if the tensor needs converting."""
-        return self.converter is not None and _checks_shapes(self.converter)
+        converter = self.converter
+        return converter is not None and all(getattr(op, "check_dims", False) for op in converter.operations)
 
 
 class StockView:
@@ -201,32 +202,10 @@ def forget_decoding(model: nn.Module) -> list[tuple[nn.Module, list[Any]]]:
     return dropped
 
 
-def forget_shapes(model: nn.Module, dropped: list[tuple[nn.Module, Any]]) -> None:
-    """Drop the conversions that transformers chooses by shape, into `dropped`; :func:`remember` puts them back.
-
-    Saving compares a tensor in stock layout with the parameter in kernel layout, and would write Qwen3-VL-MoE's experts
-    transposed. Stock layout is what it writes of a stock model, whichever form was read.
-    """
-    for module in _roots(model):
-        conversions = next(iter(weight_conversions(module)), [])
-        left = [each for each in conversions if not _checks_shapes(each)]
-        if len(left) < len(conversions):
-            dropped.append((module, module.__dict__.get("_weight_conversions")))
-            module.__dict__["_weight_conversions"] = left
-
-
-def _checks_shapes(conversion: Any) -> bool:
-    operations = getattr(conversion, "operations", ())
-    return bool(operations) and all(getattr(operation, "check_dims", False) for operation in operations)
-
-
-def remember(dropped: Sequence[tuple[nn.Module, Any]]) -> None:
-    """Undo :func:`forget_decoding` and :func:`forget_shapes`."""
+def remember(dropped: list[tuple[nn.Module, list[Any]]]) -> None:
+    """Undo :func:`forget_decoding`."""
     for module, conversions in dropped:
-        if conversions is None:
-            module.__dict__.pop("_weight_conversions", None)
-        else:
-            module.__dict__["_weight_conversions"] = conversions
+        module.__dict__["_weight_conversions"] = conversions
 
 
 def install(model: nn.Module, installed: list[nn.Module]) -> None:

@@ -42,6 +42,7 @@ class Placement:
     codes: list[CodeReading] = field(default_factory=list)  # of the stand-ins that stay, of such a model
     swaps: list[Swap] = field(default_factory=list)  # bf16 blocks, patched because they lie beside quantized ones
     names: set[str] = field(default_factory=set)  # in-memory names of all converted tensors
+    homes: dict[str, str] = field(default_factory=dict)  # name in the file to name in memory, of those read whole
 
 
 @public(WHERE)
@@ -59,6 +60,8 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
             continue
         stand_in = _stand_in(candidate, kind, tensors, names, sizes)
         placed |= {tensor.name for tensor in tensors.values()}
+        within = f"{candidate.name}." if candidate.name else ""
+        placement.homes |= {tensor.name: within + name for name, tensor in tensors.items()}
         if isinstance(stand_in, Reading):
             placement.readings.append(stand_in)
             placement.names |= {tensor.name for tensor in tensors.values()}
@@ -73,7 +76,7 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         else:
             stand_in.neuron_fallbacks_warned = warned
             placement.quantized.append((stand_in, candidate))
-        placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
+        placement.names |= {within + name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
     if lost:
         got = f"no such module in {type(model).__name__}"

@@ -102,12 +102,20 @@ def _read(model: PreTrainedModel, placement: Placement, slices: Slices) -> None:
     placement.codes.clear()
 
 
+def parts_with_codes(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the transformers models in `model`, itself not included, that have quantized blocks."""
+    inner = (each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model)
+    return [each for each in inner if any(isinstance(block, QuantizedBlock) for block in each.modules())]
+
+
 @one_at_a_time
 def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
     """Give an MX base its codes' values as weights: exact in bf16 and wider dtypes, as far as their exponents reach."""
     if is_sharded_at_loading(model):
         fix = "Load it in one process and call dequantize() there."
         raise UnsupportedModelError.about("model", "whole", "one that was sharded while loading", fix)
+    for part in parts_with_codes(model):
+        part.__dict__.pop("save_pretrained", None)
     slots = all_slots(model)
     for block, candidate in placement.quantized:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)

@@ -104,23 +104,38 @@ class NeuronMoEQuantizer(HfQuantizer):
             plan |= {name: style for name, style in reading.rules.items() if name in plan}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """Leave out the converters that would take converted tensors for source ones of the same name."""
-        from transformers.core_model_loading import WeightConverter, rename_source_key
+        """Leave out the converters that would take converted tensors for source ones of the same name.
+
+        What the renamings move elsewhere, as source names that lack a prefix, is moved back.
+        """
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         names = self.placement.names if self.placement is not None else set()
+        homes = self.placement.homes if self.placement is not None else {}
 
         def takes(converter: WeightConverter) -> bool:
             return any(rename_source_key(name, [], [converter])[1] is not None for name in names)
 
-        return [item for item in weight_conversions if not (isinstance(item, WeightConverter) and takes(item))]
+        left = [item for item in weight_conversions if not (isinstance(item, WeightConverter) and takes(item))]
+        renamings = [item for item in left if isinstance(item, WeightRenaming)]
+        for stored, home in homes.items():
+            moved = rename_source_key(stored, renamings, [])[0]
+            if moved not in (stored, home):
+                left.append(WeightRenaming(f"^{re.escape(moved)}$", home))
+        return left
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        from hf_neuron_moe.quantizers.post_load import finish
+        from hf_neuron_moe.quantizers.post_load import finish, parts_with_codes
 
         assert self.placement is not None
         self._cast_renamed(model)
         finish(model, self.placement, self.quantization_config)
+        for part in parts_with_codes(model):  # transformers asks the quantizer of the whole model only
+            part.__dict__["save_pretrained"] = self._refuse_saving
         return model
+
+    def _refuse_saving(self, *args: object, **kwargs: object) -> None:
+        self.is_serializable()
 
     def _cast_renamed(self, model: PreTrainedModel) -> None:
         """Cast what older transformers leaves in its file's dtype where it is renamed, such as Mixtral's routers."""

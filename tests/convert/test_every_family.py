@@ -398,6 +398,24 @@ def test_the_text_model_of_a_larger_one_opens_alone(precision: str, tmp_path: Pa
     assert_same(output(converted), output(stock), precision)
 
 
+@pytest.mark.filterwarnings("ignore:convert. .*left in source form")
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_a_headless_model_whose_source_names_lack_a_prefix(precision: str, tmp_path: Path) -> None:
+    """As Qwen2.5-VL's, to which transformers adds it; the blocks of the vision tower never had one."""
+    text = {key: value for key, value in QWEN3_VL["text_config"].items() if "rope" not in key}
+    text |= {"intermediate_size": 48, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    vision = {**QWEN3_VL["vision_config"], "intermediate_size": 48}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "dst", ConvertOptions(precision, pad=True))
+    stock, converted = (AutoModel.from_pretrained(tmp_path / name).eval() for name in ("source", "dst"))
+    patch_model(stock, {"precision": precision})
+    assert blocks(converted).keys() == blocks(stock).keys() >= {"visual.blocks.0.mlp", "language_model.layers.0.mlp"}
+    state, others = stock.state_dict(), converted.state_dict()
+    assert all(torch.equal(others[name], value) for name, value in state.items() if ".mlp." not in name)
+    assert_same(output(converted), output(stock), precision)
+
+
 @pytest.mark.parametrize("family", sorted({"hrm_text", "inkling2_text"} & set(CONFIG_MAPPING)))
 def test_gate_and_up_of_one_tensor_of_the_files(family: str, tmp_path: Path) -> None:
     """Cut for two ranks, as codes, and the place of a value that is not finite."""

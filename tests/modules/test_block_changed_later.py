@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.nn import functional as F
 
 from hf_neuron_moe import patch_model, unpatch_model
@@ -152,6 +152,20 @@ def test_distributed_checkpoint_state_dicts(family: str, home: str) -> None:
     doubled = {name: 2 * value for name, value in state.items()}
     set_model_state_dict(model, doubled)
     assert all(torch.equal(value, doubled[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])  # shapes of the two layouts that are the same, and others
+def test_distributed_state_dicts_of_a_part(family: str) -> None:
+    """As accelerate loads shards: torch fills the rest up with the parameters themselves, under their own names."""
+    model = tiny_model(family)
+    patch_model(model, {"weights": "kernel"})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    name = "model.layers.0.mlp.experts.down_proj"
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, {name: 2 * before[name]}, options=options)
+    after = model.state_dict()
+    assert torch.equal(after.pop(name), 2 * before.pop(name))
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 @pytest.mark.sampled(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from pathlib import Path
 
@@ -243,8 +244,11 @@ def test_nothing_is_converted_where_the_model_has_no_conversion() -> None:
     assert tiny_model("llama")(tokens()).logits.shape == (2, 9, 64)
 
 
+@pytest.mark.parametrize("part", ["", "model", "model.language_model", "model.language_model.layers.0"])
 @pytest.mark.parametrize("from_files", [True, False])
-def test_tensors_that_transformers_turns_by_shape_are_saved_as_stock(from_files: bool, tmp_path: Path) -> None:
+def test_tensors_that_transformers_turns_by_shape_are_saved_as_stock(
+    from_files: bool, part: str, tmp_path: Path
+) -> None:
     """Its experts are square here: a tensor that is written transposed comes back as another one of the same shape."""
     text = {**QWEN3_VL["text_config"], "moe_intermediate_size": 16}
     model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**{**QWEN3_VL, "text_config": text}))
@@ -252,10 +256,16 @@ def test_tensors_that_transformers_turns_by_shape_are_saved_as_stock(from_files:
     if from_files:
         model = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "stock")
     before = model.__dict__.get("_weight_conversions")
-    patch_model(model, {"precision": "bf16", "weights": "kernel"})
-    model.save_pretrained(tmp_path / "patched")
-    stock, patched = (load_file(tmp_path / name / "model.safetensors") for name in ("stock", "patched"))
-    assert stock.keys() == patched.keys() and all(torch.equal(patched[name], stock[name]) for name in stock)
+    patch_model(model.get_submodule(part), {"precision": "bf16", "weights": "kernel"})
+    stock = load_file(tmp_path / "stock" / "model.safetensors")
+    for whole, prefix in ((model, ""), (model.model, "model."), (pickle.loads(pickle.dumps(model)), "")):
+        whole.save_pretrained(tmp_path / "patched")
+        saved = load_file(tmp_path / "patched" / "model.safetensors")
+        patched = {f"{prefix}{name}": value for name, value in saved.items()}
+        assert patched.keys() == {name for name in stock if name.startswith(prefix)}
+        assert all(torch.equal(value, stock[name]) for name, value in patched.items())
+    if part:
+        return
     transposed = {name: value.mT if name.endswith("experts.down_proj") else value for name, value in stock.items()}
     model.load_state_dict(transposed)
     assert torch.equal(model.state_dict()[_DOWN], stock[_DOWN])  # turned by its shape

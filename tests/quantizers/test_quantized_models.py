@@ -144,6 +144,7 @@ def test_dequantizing_gives_what_export_gives(
     saved, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "exported"))
     assert saved.keys() == exported.keys()
     assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    model.base_model.save_pretrained(tmp_path / "part")
     patch_model(model)
 
 
@@ -169,9 +170,10 @@ def test_gradient_checkpointing_changes_no_gradient(converted: Converted) -> Non
 
 def test_saving_patching_and_unknown_activations_are_refused(converted: Converted, tmp_path: Path) -> None:
     model = load(converted("mixtral", precision="mxfp8"))
-    with refused(UnsupportedModelError, "model", "hf-neuron-moe export", where="save_pretrained"):
-        model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+    for part in (model, model.model, copy.deepcopy(model).model):
+        with refused(UnsupportedModelError, "model", "hf-neuron-moe export", where="save_pretrained"):
+            part.save_pretrained(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
     with refused(UnsupportedModelError, "model", got="a quantized model (neuron_moe)"):
         patch_model(model)
     with refused(UnsupportedModelError, "model", r"model\.dequantize\(\)"):
