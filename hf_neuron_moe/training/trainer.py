@@ -18,7 +18,12 @@ from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
 from hf_neuron_moe.training.cpu_fsdp import CpuTensorParallelMixin
 from hf_neuron_moe.training.gathered_rows import gather_rows_once
-from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_layout
+from hf_neuron_moe.training.prepare import (
+    is_patched,
+    patch_for_training,
+    refuse_mixed_layouts,
+    refuse_sharded_kernel_layout,
+)
 from hf_neuron_moe.training.sharded_checkpoints import ShardedCheckpointMixin
 
 
@@ -54,6 +59,8 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
             refuse_sharded_kernel_layout(self.model)
+        if self.model is not None:
+            refuse_mixed_layouts(self.model, self.callback_handler.callbacks)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 

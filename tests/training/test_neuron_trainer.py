@@ -367,3 +367,20 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
     assert "mean_token_accuracy" in first  # SFTTrainer's own logs are there too
     written = json.loads((tmp_path / "own" / "neuron_moe" / "run.json").read_text())
     assert written["config"]["precision"] == "mxfp8"
+
+
+def test_callbacks_that_mix_weights_of_two_layouts(tmp_path: Path) -> None:
+    """gpt-oss has the same shapes in both layouts: TRL would mix columns of gate with others of up."""
+    callbacks = pytest.importorskip("trl.trainer.callbacks", reason="trl is not installed")
+
+    def prepared(callback: Any, home: str) -> None:
+        options = {"neuron_precision": "fp32", "neuron_weights": home, "callbacks": [callback]}
+        trainer(tiny_model("gpt_oss"), tmp_path, **options)
+
+    reference = tiny_model("gpt_oss")
+    for callback in (callbacks.SyncRefModelCallback(reference, None), callbacks.BEMACallback()):
+        with refused(ConfigError, "neuron_weights", f"{type(callback).__name__}, which writes"):
+            prepared(callback, "kernel")
+        prepared(callback, "stock")
+    patch_model(reference, {"precision": "fp32", "weights": "kernel"})
+    prepared(callbacks.SyncRefModelCallback(reference, None), "kernel")
