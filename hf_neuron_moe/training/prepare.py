@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,11 +31,28 @@ def refuse_sharded_kernel_layout(model: nn.Module) -> None:
     torch's distributed state dicts go by the stock names and shapes of parameters: such a run may train, and fails or
     loads transposed weights when it saves and resumes.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, KernelLayoutMixin):
-            expected = "'stock' for sharded checkpoints, which go by the stock names and shapes ('auto': torch only)"
-            fix = "Set neuron_weights='stock'; the numbers are the same."
-            raise ConfigError.about("neuron_weights", expected, f"'kernel', for {name}", fix)
+    for name in _kernel_layout(model):
+        expected = "'stock' for sharded checkpoints, which go by the stock names and shapes ('auto': torch only)"
+        fix = "Set neuron_weights='stock'; the numbers are the same."
+        raise ConfigError.about("neuron_weights", expected, f"'kernel', for {name}", fix)
+
+
+def refuse_mixed_layouts(model: nn.Module, callbacks: Iterable[object]) -> None:
+    """Raise for callbacks of TRL that would mix weights in the kernels' layout with those of a model in another one.
+
+    They go by the order of parameters. Where shapes agree, as with gpt-oss, the other model gets wrong weights.
+    """
+    blocks = _kernel_layout(model)
+    for callback in callbacks if blocks else ():
+        others = [getattr(callback, name) for name in ("ref_model", "running_model") if hasattr(callback, name)]
+        if any(other is None or len(_kernel_layout(other)) != len(blocks) for other in others):
+            expected = f"'stock' for {type(callback).__name__}, which writes the weights into a model in stock layout"
+            fix = "Set neuron_weights='stock'; the numbers are the same. Or patch a ref_model of your own alike."
+            raise ConfigError.about("neuron_weights", expected, f"'kernel', for {blocks[0]}", fix)
+
+
+def _kernel_layout(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, KernelLayoutMixin)]
 
 
 def refuse_unsavable_adapters(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -16,7 +17,13 @@ from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
 from hf_neuron_moe.training.cpu_fsdp import CpuTensorParallelMixin
-from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_layout
+from hf_neuron_moe.training.gathered_rows import gather_rows_once
+from hf_neuron_moe.training.prepare import (
+    is_patched,
+    patch_for_training,
+    refuse_mixed_layouts,
+    refuse_sharded_kernel_layout,
+)
 from hf_neuron_moe.training.sharded_checkpoints import ShardedCheckpointMixin
 
 
@@ -52,6 +59,8 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
             refuse_sharded_kernel_layout(self.model)
+        if self.model is not None:
+            refuse_mixed_layouts(self.model, self.callback_handler.callbacks)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 
@@ -77,6 +86,18 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
             return super().train(*positional, **named)
         finally:
             self.neuron_callback.detach()
+
+    def evaluation_loop(self, *positional: Any, **named: Any) -> Any:
+        """Evaluate as the other class does; under tensor parallelism each row counts once."""
+        copies = self.get_tp_size()
+        if copies == 1:
+            return super().evaluation_loop(*positional, **named)
+        gather = self.gather_function
+        self.gather_function = partial(gather_rows_once, self.accelerator, copies, gather)
+        try:
+            return super().evaluation_loop(*positional, **named)
+        finally:
+            self.gather_function = gather
 
     def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
         """Log, with the figures of the patched blocks where the logs are those of a training step."""

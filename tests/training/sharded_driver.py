@@ -260,6 +260,13 @@ def evaluated(home: Path, layout: str) -> dict[str, Any]:
     return {"weights": weights}
 
 
+def predicted(home: Path, layout: str) -> dict[str, Any]:
+    """Predict five rows, of which the last batch has one."""
+    rows = [{"input_ids": row, "labels": row} for row in tokens(5, 12, seed=12)]
+    found = trainer(home, layout, "predicted", per_device_eval_batch_size=4).predict(rows)
+    return {"loss": found.metrics["test_loss"], "sums": found.predictions.sum((1, 2)).tolist()}
+
+
 def scattered(home: Path, layout: str) -> dict[str, Any]:
     """Each process saves to a disk of its own."""
     trainer(home, layout, f"scattered-{dist.get_rank()}").train()
@@ -267,7 +274,7 @@ def scattered(home: Path, layout: str) -> dict[str, Any]:
 
 
 CELLS: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each for each in (saving, resumed, best, refusing, failing, scattered, evaluated)
+    each.__name__: each for each in (saving, resumed, best, refusing, failing, scattered, evaluated, predicted)
 }
 
 
@@ -332,6 +339,7 @@ def alone(home: Path) -> dict[str, Any]:
     through = trainer(home, "one", "one", save_strategy="no")
     through.train()
     result: dict[str, Any] = {"losses": figures(through), "norms": figures(through, "grad_norm")}
+    result["predicted"] = predicted(home, "one")
     folders = sorted(home.glob("through-*/checkpoint-4"))
     kernel = AutoModelForCausalLM.from_pretrained(home / "model")
     patch_model(kernel, {"precision": "fp32", "weights": "kernel"})

@@ -374,3 +374,20 @@ def test_health_is_measured_in_a_number_of_steps_or_never() -> None:
     for wrong in (-1, True, 1.5):
         with refused(ConfigError, "health_steps", got=repr(wrong)):
             NeuronMoECallback(health_steps=wrong)  # type: ignore[arg-type]
+
+
+def test_callbacks_that_mix_weights_of_two_layouts(tmp_path: Path) -> None:
+    """gpt-oss has the same shapes in both layouts: TRL would mix columns of gate with others of up."""
+    callbacks = pytest.importorskip("trl.trainer.callbacks", reason="trl is not installed")
+
+    def prepared(callback: Any, home: str) -> None:
+        options = {"neuron_precision": "fp32", "neuron_weights": home, "callbacks": [callback]}
+        trainer(tiny_model("gpt_oss"), tmp_path, **options)
+
+    reference = tiny_model("gpt_oss")
+    for callback in (callbacks.SyncRefModelCallback(reference, None), callbacks.BEMACallback()):
+        with refused(ConfigError, "neuron_weights", f"{type(callback).__name__}, which writes"):
+            prepared(callback, "kernel")
+        prepared(callback, "stock")
+    patch_model(reference, {"precision": "fp32", "weights": "kernel"})
+    prepared(callbacks.SyncRefModelCallback(reference, None), "kernel")

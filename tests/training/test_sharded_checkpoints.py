@@ -83,13 +83,18 @@ def assert_resumed(results: list[dict[str, Any]], layout: str, others: list[str]
 
 @pytest.mark.slow
 def test_saved_whole_and_in_parts_and_resumed(repo_root: Path, tmp_path: Path) -> None:
-    cells = [["saving", "ep2_fsdp2", "tp2"], ["resumed", "ep2_fsdp2", ["tp2"]], ["evaluated", "fsdp2"]]
+    cells: list[list[Any]] = [["saving", "ep2_fsdp2", "tp2"], ["resumed", "ep2_fsdp2", ["tp2"]], ["evaluated", "fsdp2"]]
+    cells += [["predicted", "tp2"]]
     found = launched(repo_root, tmp_path, cells)
-    saved, resumed, evaluated = found.cells
+    saved, resumed, evaluated, predicted = found.cells
     assert_saved(saved, found.folder)
     for result in evaluated:  # the evaluation leaves FSDP2's last group gathered
         assert result["error"] is None and result["weights"][0] == result["weights"][1]
     assert_resumed(resumed, "ep2_fsdp2", ["tp2"], found.alone)
+    for result in predicted:  # both processes have all rows
+        assert result["error"] is None
+        assert result["loss"] == pytest.approx(found.alone["predicted"]["loss"], rel=2e-6)
+        assert result["sums"] == pytest.approx(found.alone["predicted"]["sums"], rel=1e-4)
     assert "neuron_weights must be 'stock' for sharded checkpoints" in found.alone["kernel"]
     assert max(resumed[0]["norms"]) > 0.5  # gradients were clipped
 
