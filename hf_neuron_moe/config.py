@@ -65,7 +65,7 @@ class NeuronMoEConfig:
             ``"*"`` is needed and holds for blocks that no other glob matches. Every other glob must match a block, and
             those that match the same block must agree.
         backend: ``"torch"`` computes the kernels' contract with PyTorch on any device. ``"torch-grouped"`` does the
-            same with all experts of a layer at once and no value read on the host, ``"triton"`` that with Triton
+            same with all experts of a layer at once and no value read of an accelerator, ``"triton"`` that with Triton
             kernels on CUDA. ``"neuron"`` calls nkilib's kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"``
             chooses by device, and never ``"triton"``, which no GPU has run.
         weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views; ``"kernel"``

@@ -374,6 +374,18 @@ def test_products_of_an_accelerator(
         assert distance(mine, theirs) <= (exact if precision == "fp32" else ONE_ROUNDING)
 
 
+def test_gate_and_up_in_bf16_would_cost_a_hundredth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a grouped product that returns bf16 is not taken for ``mxfp8``: the figure is in docs/performance.md."""
+    problem, product = Problem(8, 256, 2, 512, 384), device_products.grouped_product
+    expected = problem.run("torch-grouped", "mxfp8")[0]
+
+    def rounded(left_RK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+        return product(left_RK, weight_GNK, ends_G, dtype).bfloat16().to(dtype)
+
+    monkeypatch.setattr(device_products, "grouped_product", rounded)
+    assert distance(problem.run("torch-grouped", "mxfp8")[0], expected) == pytest.approx(1.3e-2, rel=0.1)
+
+
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     compute.environment_option.cache_clear()
     monkeypatch.setenv(compute.GROUPED, "")
