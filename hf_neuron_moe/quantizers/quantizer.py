@@ -32,7 +32,7 @@ class NeuronMoEQuantizer(HfQuantizer):
     def __init__(self, quantization_config: NeuronMoEQuantizationConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.placement: Placement | None = None
-        self._dtypes: dict[str, torch.dtype] = {}  # of the model's parameters, before they are filled
+        self._dtypes: dict[str, torch.dtype] = {}  # wanted for the model's parameters, before they are filled
 
     @public("from_pretrained")
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ class NeuronMoEQuantizer(HfQuantizer):
         ignored |= {f"^{re.escape(name)}$" for name in own}
         model._keys_to_ignore_on_load_unexpected = ignored
         if not hasattr(HfQuantizer, "get_new_dtype"):
-            self._dtypes = {name: param.dtype for name, param in model.named_parameters()}
+            self._dtypes = _wanted_dtypes(model)
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Cut dense layers as the blocks take them, where the model's own plan cuts a fused one across its halves."""
@@ -140,10 +140,9 @@ class NeuronMoEQuantizer(HfQuantizer):
     def _cast_renamed(self, model: PreTrainedModel) -> None:
         """Cast what older transformers leaves in its file's dtype where it is renamed, such as Mixtral's routers."""
         own = {"torch.bfloat16", "torch.float16", "torch.float32", "torch.float64"}
-        kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
         for name, param in model.named_parameters():
             dtype = self._dtypes.get(name, param.dtype)
-            if param.dtype != dtype and str(param.dtype) in own and not kept & {*name.split(".")}:
+            if param.dtype != dtype and str(param.dtype) in own:
                 param.data = param.data.to(dtype)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -173,3 +172,17 @@ class NeuronMoEQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """The frozen blocks are ``torch.library`` operators."""
         return True
+
+
+def _wanted_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Return the dtype in which transformers loads each parameter: some stay in fp32 whatever is asked for."""
+    import torch
+    from transformers.core_model_loading import build_glob_alternation
+
+    wanted = {name: param.dtype for name, param in model.named_parameters()}
+    dtype = model.config.dtype
+    plan = model._get_dtype_plan(dtype) if isinstance(dtype, torch.dtype) else {}
+    if plan:
+        pattern, globs, _ = build_glob_alternation(list(plan))
+        wanted |= {name: plan[globs[str(found.lastgroup)]] for name in wanted if (found := pattern.search(name))}
+    return wanted

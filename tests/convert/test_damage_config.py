@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from packaging.version import Version
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
 
 from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.convert import assign, convert_checkpoint
@@ -32,7 +33,11 @@ UNACCEPTABLE = {
     "no size": ({"hidden_size": None}, "", "hidden_size"),
     "padding token": ({"pad_token_id": 10**9}, "", "AssertionError: Padding_idx must be"),
     "rope": ({"rope_parameters": {"rope_type": "foo"}}, "", "'foo'"),
-    "architectures": ({"architectures": 5}, "", "subscriptable"),
+    "architectures": (
+        {"architectures": 5},
+        "",
+        "subscriptable" if Version(__version__) >= Version("5.18") else "got int",
+    ),
     "overflow of a field of a family": ({"sliding_window": 8, "head_dim": 2**31 - 1}, "", "got "),
     "text for a size": ({"hidden_size": "x"}, "hidden_size", "'x'"),
     "float for a size": ({"hidden_size": 64.5}, "hidden_size", "64.5"),
@@ -127,7 +132,7 @@ def test_a_model_type_of_custom_code_with_a_known_class(checkpoint, tmp_path):
     says = r"transformers' own MixtralForCausalLM, set model_type to 'mixtral'\.$"
     with refused(ConversionError, f"{path}: model_type", says):
         convert_checkpoint(source, tmp_path / "dst")
-    for architectures in (None, [], ["LlamaForCausalLM"], [3], "MixtralForCausalLM", [["MixtralForCausalLM"]]):
+    for architectures in (None, [], ["Llama4ForCausalLM"], [3], "MixtralForCausalLM", [["MixtralForCausalLM"]]):
         path.write_text(json.dumps(content | custom | {"architectures": architectures}))
         with refused(ConversionError, f"{path}: model_type") as caught:
             convert_checkpoint(source, tmp_path / "dst")

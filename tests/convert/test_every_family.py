@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
     Step3p7Config,
     Step3p7ForConditionalGeneration,
+    __version__,
 )
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
@@ -51,7 +53,8 @@ FAMILIES = (
     "gemma3",  # gelu_tanh
     "llama_biased",
     "gemma4",
-    "deepseek_v4",  # clamps; some names in its files look as if they were to be changed
+    # Clamps; some names in its files look as if they were to be changed. Before, its own bf16 forward fails.
+    *(("deepseek_v4",) if Version(__version__) >= Version("5.20") else ()),
     "gpt_oss",  # biases, gate and up alternate
     "nemotron_h",  # no gate
     *({"muse_spark"} & set(CONFIG_MAPPING)),  # a norm after each expert

@@ -15,8 +15,9 @@ from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import read_manifest
 from hf_neuron_moe.formats import fake_quantize_mx, to_compact
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
+from hf_neuron_moe.quantizers.quantizer import _wanted_dtypes
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
-from tests.tiny_models import FAMILIES, tokens
+from tests.tiny_models import FAMILIES, tiny_model, tokens
 
 TARGETS: list[dict[str, Any]] = [
     {"precision": "bf16", "layout": "fused"},
@@ -209,3 +210,16 @@ def test_mxfp4_experts_beside_bf16_blocks(source: Source, converted: Converted, 
     # FP4 keeps one mantissa bit; the model's output is still the original's in the main.
     exact = logits(load(source(family, WORDS))).float()
     assert (logits(model).float() - exact).norm() < 0.5 * exact.norm()
+
+
+def test_the_dtypes_that_transformers_before_5_21_leaves_to_the_quantizer(tmp_path) -> None:
+    """As transformers loads the source: DeepSeek-V4 keeps norms and more in fp32."""
+    tiny_model("deepseek_v4").bfloat16().save_pretrained(tmp_path)
+    stock = load(tmp_path)
+    loaded = {name: param.dtype for name, param in stock.named_parameters()}
+    assert set(loaded.values()) == {torch.bfloat16, torch.float32}
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(stock.config, dtype=torch.bfloat16)
+    for param in empty.parameters():
+        param.data = param.data.bfloat16()
+    assert _wanted_dtypes(empty) == loaded
