@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -60,6 +61,7 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
         self._like_reference = None if given.get("ref_model") is not None else (model, given.get("args"))
         super().__init__(*positional, **named)
         self._like_reference = None
+        self._refuse_lone_processes()
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
@@ -68,6 +70,14 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
             refuse_mixed_layouts(self.model, self.callback_handler.callbacks)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
+
+    def _refuse_lone_processes(self) -> None:
+        """Raise where each of several processes would train alone, on all rows: CPUs without ``use_cpu``."""
+        started, joined = int(os.environ.get("WORLD_SIZE", "1")), self.accelerator.num_processes
+        if joined < started and self.args.device.type == "cpu":
+            expected = f"true for {started} processes on CPUs"
+            got = f"{self.args.use_cpu}, with which each process trains alone, on all rows"
+            raise ConfigError.about("use_cpu", expected, got, "Set use_cpu=True in the training arguments.")
 
     @property
     def ref_model(self) -> Any:
@@ -114,6 +124,12 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
             return super().evaluation_loop(*positional, **named)
         finally:
             self.gather_function = gather
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count as the other class does; under tensor parallelism each token counts once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
 
     def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
         """Log, with the figures of the patched blocks where the logs are those of a training step."""

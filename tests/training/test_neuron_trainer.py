@@ -320,6 +320,26 @@ def test_arguments_without_our_fields_leave_a_patched_model_as_it_is(tmp_path: P
     assert losses(run) == losses(expected)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator takes part by itself")
+def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun without use_cpu on CPUs: accelerate sees one process in each, and no gradient is averaged."""
+    run = trainer(tiny_model("llama"), tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(run.args, "use_cpu", False)
+    with refused(ConfigError, "use_cpu", "true for 2 processes on CPUs", got="False, with which each"):
+        NeuronMoETrainer(model=run.model, args=run.args, train_dataset=Rows())
+
+
+def test_tokens_count_once_under_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes have the same rows, and transformers adds up what all of them see."""
+    run = trainer(tiny_model("llama"), tmp_path, include_num_input_tokens_seen="all")
+    monkeypatch.setattr(run, "get_tp_size", lambda: 2)
+    monkeypatch.setattr(run.accelerator, "gather", lambda count: torch.stack([count, count]))
+    for _ in range(2):
+        run._track_num_input_tokens({"input_ids": torch.zeros(3, 5)})
+    assert run.state.num_input_tokens_seen == 30
+
+
 def word_tokenizer() -> Any:
     """Return one with a token per word w3 to w63."""
     from tokenizers import Tokenizer, models, pre_tokenizers
