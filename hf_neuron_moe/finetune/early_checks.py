@@ -198,6 +198,7 @@ def check_training(options: Options, config: bytes | str) -> None:
         options.places,
         partial(check_length, options, config),
         partial(check_merging, options.lora, sharded=bool(options.model.layout)),
+        partial(_check_precomputed, options),
         partial(check_resumed, options, config),
         partial(check_targets, options, config),
         *([partial(check_quantized, options.lora), partial(_check_frozen, options)] if frozen else []),
@@ -210,6 +211,14 @@ def _check_frozen(options: Options) -> None:
     training, own = options.training, str(configs.FOLDER)
     asked = {key.removeprefix("neuron_") for key, place in options.places.items() if not place.startswith(own)}
     refuse_for_frozen(training.neuron_config(), training.neuron_include, training.neuron_exclude, asked)
+
+
+def _check_precomputed(options: Options) -> None:
+    """Refuse reference values before training for a sharded model, whose weights TRL cannot hash."""
+    if options.model.layout and getattr(options.training, "precompute_ref_log_probs", False):
+        sizes = ", ".join(f"{key} {size}" for key, size in options.model.layout.items() if size != 1)
+        fix = "Leave it out: the reference then computes in each step. Or train without a layout."
+        raise bad("precompute_ref_log_probs", f"false with {sizes}", "true", fix)
 
 
 def _check_sharded(options: Options, *, frozen: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -277,6 +278,8 @@ def _parts(values: dict[str, Any], parser: HfArgumentParser, places: Mapping[str
         values.setdefault("bf16", torch.accelerator.is_available() and not values.get("use_cpu"))
     if not torch.accelerator.is_available():
         values.setdefault("dataloader_pin_memory", False)  # which torch would warn of
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not values.get("bf16"):
+            values.setdefault("use_cpu", True)  # else each process would train alone
     try:
         with warnings.catch_warnings():
             # TRL reads checkpointing by its old name, about which transformers 5.23 and later warn.

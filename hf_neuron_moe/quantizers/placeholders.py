@@ -81,8 +81,9 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
     if lost:
         got = f"no such module in {type(model).__name__}"
         fix = (
-            "config.json and the shards do not belong together, or the transformers version builds this family "
-            "differently from the one that converted it: convert the original again."
+            "Load the folder with the class that config.json names under architectures: another one may be a part of "
+            "it. If that is the class, convert the original again: config.json and the shards do not belong together, "
+            "or this version of transformers builds the family differently."
         )
         expected = "the weight of an MLP or experts module of this model"
         raise ConversionError.about(f"tensor {lost[0]}", expected, got, fix)

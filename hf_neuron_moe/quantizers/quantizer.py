@@ -145,12 +145,18 @@ class NeuronMoEQuantizer(HfQuantizer):
             if param.dtype != dtype and str(param.dtype) in own:
                 param.data = param.data.to(dtype)
 
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Do it in the dtype of the other parameters; config.dtype is that of loading, and model.to leaves it."""
+        self._asked_dtype = model.dtype if dtype is None else dtype
+        whole: PreTrainedModel = super().dequantize(model)
+        return whole
+
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Give the model float weights, for ``model.dequantize()``; it is an ordinary one afterwards."""
         from hf_neuron_moe.quantizers.post_load import dequantize
 
         assert self.placement is not None
-        dequantize(model, self.placement, model.dtype if dtype is None else dtype)
+        dequantize(model, self.placement, self._asked_dtype)
         return model
 
     @public("save_pretrained")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.patching.apply import states
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
@@ -42,6 +44,8 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
     error.
     """
 
+    _like_reference: tuple[object, object] | None = None
+
     @public("NeuronMoETrainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
         constructor = super(ShardedCheckpointMixin, self).__init__  # of the other class
@@ -54,7 +58,10 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
             raise ConfigError.about("model", expected, repr(model), fix)
         if isinstance(model, nn.Module):  # before adapters, devices and data-parallel wrappers
             _patch(model, given.get("args"), optimizers[0])
+        self._like_reference = None if given.get("ref_model") is not None else (model, given.get("args"))
         super().__init__(*positional, **named)
+        self._like_reference = None
+        self._refuse_lone_processes()
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
@@ -63,6 +70,25 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
             refuse_mixed_layouts(self.model, self.callback_handler.callbacks)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
+
+    def _refuse_lone_processes(self) -> None:
+        """Raise where each of several processes would train alone, on all rows: CPUs without ``use_cpu``."""
+        started, joined = int(os.environ.get("WORLD_SIZE", "1")), self.accelerator.num_processes
+        if joined < started and self.args.device.type == "cpu":
+            expected = f"true for {started} processes on CPUs"
+            got = f"{self.args.use_cpu}, with which each process trains alone, on all rows"
+            raise ConfigError.about("use_cpu", expected, got, "Set use_cpu=True in the training arguments.")
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference of TRL's trainers. One that a trainer loads is patched like the model, before it is sharded."""
+        return self._ref_model
+
+    @ref_model.setter
+    def ref_model(self, reference: Any) -> None:
+        self._ref_model = reference
+        if self._like_reference is not None and isinstance(reference, nn.Module) and not is_patched(reference):
+            _patch_reference(reference, *self._like_reference)
 
     def call_model_init(self, trial: object = None) -> nn.Module:
         """Make a model with ``model_init``, and patch it."""
@@ -99,6 +125,12 @@ class NeuronMoETrainerMixin(CpuTensorParallelMixin, SafeCheckpointMixin):
         finally:
             self.gather_function = gather
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count as the other class does; under tensor parallelism each token counts once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
+
     def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
         """Log, with the figures of the patched blocks where the logs are those of a training step."""
         if "loss" in logs:
@@ -122,6 +154,18 @@ def _patch(model: nn.Module, args: object, optimizer: Optimizer | None) -> None:
     if options.neuron_patch and (options is args or not is_patched(model)):
         which: dict[str, Any] = {name: getattr(options, f"neuron_{name}") for name in ("include", "exclude", "strict")}
         patch_for_training(model, options.neuron_config(), optimizer, **which)
+
+
+@public("NeuronMoETrainer")
+def _patch_reference(reference: nn.Module, model: object, args: object) -> None:
+    if not isinstance(model, nn.Module):  # a name, under which both are loaded
+        _patch(reference, args, None)
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, state in states(model):
+        config, include, exclude = state.request
+        part = reference.get_submodule(names[id(module)])
+        patch_for_training(part, config, None, include=include or None, exclude=exclude or None, strict=False)
 
 
 def _given(constructor: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

@@ -508,6 +508,15 @@ def test_adapters_are_not_merged_into_weights_that_a_layout_spreads(long_models:
     training(options(long_models["llama"], lora_rank=4, **{size: 2}))
 
 
+@pytest.mark.parametrize("size", ["tp_size", "ep_size", "fsdp_size", "dp_replicate_size"])
+def test_references_are_not_computed_before_training_with_a_layout(long_models: dict[str, Path], size: str) -> None:
+    """TRL would end late: it hashes the weights, and those of a sharded model have no bytes."""
+    given = {"method": "dpo", "precompute_ref_log_probs": "true"}
+    with refused(ConfigError, "precompute_ref_log_probs", f"false with {size} 2", got="true"):
+        training(options(long_models["llama"], **given, **{size: 2}))
+    training(options(long_models["llama"], **given))
+
+
 def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path: Path) -> None:
     with installed(tmp_path, Double(target="trn2")):
         check(options(models["mixtral"], neuron_backend="neuron"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.demo.tiny_model import tiny_config
@@ -251,6 +251,16 @@ def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
         read_options(["--train_files", "a.txt", "--use_cpu"])
     with refused(ConfigError, "train_files, dataset", got="neither"):
         read_options(["--model", "m", "--use_cpu"])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator takes part by itself")
+def test_several_processes_without_a_device_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without use_cpu each would train alone, on all rows."""
+    monkeypatch.setattr(TrainingArguments, "device", torch.device("cpu"))
+    for count in (1, 2):
+        monkeypatch.setenv("WORLD_SIZE", str(count))
+        assert read_options(["--model", "m", "--train_files", "a.txt"]).training.use_cpu is (count > 1)
+        assert not read_options(["--model", "m", "--train_files", "a.txt", "--use_cpu", "false"]).training.use_cpu
 
 
 def test_bf16_without_a_device_says_what_to_do() -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.convert import export_checkpoint
-from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe.errors import ConversionError, UnsupportedModelError
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from tests.quantized_oracle import oracle
@@ -198,3 +199,25 @@ def test_a_frozen_model_is_one_graph(converted: Converted, family: str) -> None:
         assert torch.equal(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
     finally:
         torch._dynamo.reset()
+
+
+def test_dequantizing_keeps_the_dtype_that_the_model_was_moved_to(converted: Converted) -> None:
+    """transformers passes config.dtype, which ``model.to`` leaves as it was at loading."""
+    folder = converted("mixtral", SIZES, precision="mxfp8")
+    model = load(folder, dtype=torch.bfloat16).to(torch.float32)
+    model.dequantize()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model = load(folder, dtype=torch.float32)
+    model.dequantize(torch.bfloat16)
+    assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
+
+
+def test_another_class_than_the_converted_one_is_refused(converted: Converted) -> None:
+    """Such as the text model of a composite one."""
+    folder = converted("mixtral", SIZES, precision="mxfp8")
+    with refused(
+        ConversionError,
+        "tensor model.layers.0.mlp.experts.down_proj",
+        "the class that config.json names under architectures",
+    ):
+        LlamaForCausalLM.from_pretrained(folder)

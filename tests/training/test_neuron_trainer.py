@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import MixtralForCausalLM, Trainer, TrainingArguments
 
 from hf_neuron_moe import (
     NeuronMoEArguments,
@@ -22,6 +22,7 @@ from hf_neuron_moe import (
     patch_model,
 )
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, UnsupportedModelError
+from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.training.prepare import is_patched
 from tests.checkpointing import NAME
 from tests.refusals import refused
@@ -319,17 +320,76 @@ def test_arguments_without_our_fields_leave_a_patched_model_as_it_is(tmp_path: P
     assert losses(run) == losses(expected)
 
 
-def test_trl_sft_trainer(tmp_path: Path) -> None:
-    """With an adapter configuration, which SFTTrainer applies itself, after the model was patched."""
-    trl = pytest.importorskip("trl", reason="trl is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator takes part by itself")
+def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun without use_cpu on CPUs: accelerate sees one process in each, and no gradient is averaged."""
+    run = trainer(tiny_model("llama"), tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(run.args, "use_cpu", False)
+    with refused(ConfigError, "use_cpu", "true for 2 processes on CPUs", got="False, with which each"):
+        NeuronMoETrainer(model=run.model, args=run.args, train_dataset=Rows())
+
+
+def test_tokens_count_once_under_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes have the same rows, and transformers adds up what all of them see."""
+    run = trainer(tiny_model("llama"), tmp_path, include_num_input_tokens_seen="all")
+    monkeypatch.setattr(run, "get_tp_size", lambda: 2)
+    monkeypatch.setattr(run.accelerator, "gather", lambda count: torch.stack([count, count]))
+    for _ in range(2):
+        run._track_num_input_tokens({"input_ids": torch.zeros(3, 5)})
+    assert run.state.num_input_tokens_seen == 30
+
+
+def word_tokenizer() -> Any:
+    """Return one with a token per word w3 to w63."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 64)}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("given", ["name", "model", "patched model", "model to stay stock"])
+def test_a_reference_that_trl_loads_rounds_like_the_model(given: str, tmp_path: Path) -> None:
+    """GRPO, RLOO, KTO and DPO load it by the model's name: without the patch they start with a divergence."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    arguments_of = dataclass(type("Arguments", (NeuronMoEArguments, trl.GRPOConfig), {}))
+    trainer_of = type("NeuronGRPOTrainer", (NeuronMoETrainerMixin, trl.GRPOTrainer), {})
+    home = str(tmp_path / "model")
+    tiny_model("mixtral").save_pretrained(home)
+    model: Any = home if given == "name" else MixtralForCausalLM.from_pretrained(home)
+    options: dict[str, Any] = {"neuron_precision": "mxfp8", "neuron_exclude": ["*.0.*"], "neuron_weights": "kernel"}
+    if given == "patched model":
+        patch_model(model, {"precision": "mxfp8", "weights": "kernel"}, exclude=["*.0.*"])
+        options, arguments_of = {}, trl.GRPOConfig
+    elif given == "model to stay stock":
+        options = {"neuron_patch": False}
+    run = trainer_of(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=arguments_of(str(tmp_path / "run"), beta=0.1, use_cpu=True, bf16=False, report_to="none", **options),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["w3 w4", "w5 w6"]}),
+        processing_class=word_tokenizer(),
+    )
+    mine, reference = report_of(run.model), report_of(run.ref_model)
+    if given == "model to stay stock":
+        assert mine is None and reference is None
+        return
+    assert mine is not None and reference is not None and mine.config == reference.config
+    assert [entry.status for entry in mine.entries] == [entry.status for entry in reference.entries]
+    with torch.no_grad():
+        one, other = (each(torch.arange(3, 19)[None]).logits for each in (run.model.eval(), run.ref_model.eval()))
+    assert torch.equal(one, other)
+
+
+def test_trl_sft_trainer(tmp_path: Path) -> None:
+    """With an adapter configuration, which SFTTrainer applies itself, after the model was patched."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    tokenizer = word_tokenizer()
     text = datasets.Dataset.from_list(
         [{"text": " ".join(f"w{(7 * n + k) % 61 + 3}" for k in range(12))} for n in range(16)]
     )
