@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,13 @@ def test_a_source_that_was_exported_itself_keeps_its_note_and_its_index(checkpoi
     assert (tmp_path / "back" / NOTE_FILE).read_text() == "{}"
     assert json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"] == names
     assert snapshot(tmp_path / "back").keys() == snapshot(source).keys()
+
+
+def test_what_was_not_rounded_has_to_be_exact(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    (probe, *others) = verify_checkpoint(tmp_path / "dst", source).probes
+    assert all(floor == math.inf for each in (probe, *others) for floor in each.floors.values()) and probe.floors
 
 
 def test_experts_already_fused_on_disk(checkpoint, snapshot, tmp_path):
