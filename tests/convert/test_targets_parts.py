@@ -62,6 +62,8 @@ def test_codes_are_kept_where_all_pieces_are_such_codes():
     for name in ("gate", "up"):
         assert codes_kept(pieces, {name: encoding}) == ""
     assert codes_kept(pieces, {"gate": encoding, "up": replace(encoding, transposed=True)}) == ""
+    mxfp4 = replace(encoding, codes=replace(encoding.codes, dtype="U8"))
+    assert codes_kept(pieces, {"gate": encoding, "up": mxfp4}) == ""
 
 
 @given(

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
