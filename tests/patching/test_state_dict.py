@@ -146,6 +146,18 @@ def test_names_are_in_the_order_of_stock_and_tensors_kept_are_part_of_the_graph(
     assert all(param.grad is not None and bool((param.grad == 1).all()) for param in patched.parameters())
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_buffer_that_somebody_adds_to_a_block_is_where_it_is_in_stock(family: str) -> None:
+    place = "model.layers.0.mlp" + (".experts" if family == "mixtral" else "")
+    patched, stock = patched_and_stock(family, "kernel")
+    for model in (patched, stock):
+        model.get_submodule(place).register_buffer("extra", torch.ones(2))
+    values = stock.state_dict()
+    assert list(patched.state_dict()) == list(values)
+    del values[f"{place}.extra"]
+    assert patched.load_state_dict(values, strict=False).missing_keys == [f"{place}.extra"]
+
+
 def lines(error: BaseException) -> list[str]:
     return [line.strip() for line in str(error).splitlines()]
 
