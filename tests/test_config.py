@@ -39,6 +39,7 @@ from tests.refusals import refused
         ),
         ({"weights": "kernels"}, "weights", "Did you mean 'kernel'"),
         ({"backend": "trn2"}, "backend", "reached by 'neuron'"),
+        ({"backend": "Trainium"}, "backend", "reached by 'neuron'"),
         ({"backend": "nki-smi"}, "backend", "Did you mean 'nki-sim'"),
         ({"block_size": 100}, "block_size", "got 100"),
         ({"block_size": 512.0}, "block_size", "got 512.0"),

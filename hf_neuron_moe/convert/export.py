@@ -118,7 +118,7 @@ def _check_bytes(path: Path, tensors: list[WrittenTensor], expected: str | None)
     if expected is not None and hash_file(path) == expected:
         return
     if altered := altered_tensors(path, tensors):
-        more = f" and {len(altered) - 1} other tensors" if len(altered) > 1 else ""
+        more = f" and {counted(len(altered) - 1, 'other tensor')}" if len(altered) > 1 else ""
         raise _disagrees(path.name, f"other bytes of {altered[0]}{more}")
     if expected is not None:
         raise _disagrees(path.name, "other bytes in its header")

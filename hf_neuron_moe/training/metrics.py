@@ -51,7 +51,7 @@ class ExpertCount:
         self.load_E.add_(counts_E.to(self.load_E.device))  # a replica of nn.DataParallel is on another device
         self.padded_rows.add_(padded.to(self.padded_rows.device))
         if self.processes > 1:
-            home_TK = torch.div(index_TK, experts // self.processes, rounding_mode="floor").to(torch.int64)
+            home_TK = torch.div(pairs.view(index_TK.shape), experts // self.processes, rounding_mode="floor")
             goes_TP = counts_E.new_zeros(len(home_TK), self.processes + 1).scatter_(1, home_TK, 1)
             self.copies.add_(goes_TP[:, : self.processes].sum().to(self.copies.device))
 
@@ -114,7 +114,6 @@ class TrainingMonitor:
         """Take all hooks off the model."""
         while self.handles:
             self.handles.pop().remove()
-        self.inside = 0
         self.inputs.clear()
 
     def restart_clock(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from hf_neuron_moe.convert import (
     read_manifest,
 )
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.convert.export import NOTE_FILE
 from hf_neuron_moe.convert.manifest import sealed
 from hf_neuron_moe.errors import ConfigError, ConversionError, NeuronMoEWarning
 from hf_neuron_moe.formats.mx import fake_quantize_mx, quantize_mx
@@ -70,6 +72,29 @@ def test_sharded_source_and_many_output_shards(checkpoint, snapshot, tmp_path):
     index = "model.safetensors.index.json"
     assert json.loads(before.pop(index))["weight_map"] == json.loads(after.pop(index))["weight_map"]
     assert after == before
+
+
+def test_a_source_that_was_exported_itself_keeps_its_note_and_its_index(checkpoint, snapshot, tmp_path):
+    """One file may have an index; and what a source is not exact in, it is not after an exact way back either."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("llama"), source)
+    (source / NOTE_FILE).write_text("{}")
+    file = "model-00001-of-00001.safetensors"
+    (source / "model.safetensors").rename(source / file)
+    names = dict.fromkeys(sorted(load(source)), file)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert (tmp_path / "back" / NOTE_FILE).read_text() == "{}"
+    assert json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"] == names
+    assert snapshot(tmp_path / "back").keys() == snapshot(source).keys()
+
+
+def test_what_was_not_rounded_has_to_be_exact(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    (probe, *others) = verify_checkpoint(tmp_path / "dst", source).probes
+    assert all(floor == math.inf for each in (probe, *others) for floor in each.floors.values()) and probe.floors
 
 
 def test_experts_already_fused_on_disk(checkpoint, snapshot, tmp_path):

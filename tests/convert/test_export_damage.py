@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
+from hf_neuron_moe.convert.export import NOTE_FILE
 from hf_neuron_moe.convert.io.source import read_header
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
 from hf_neuron_moe.errors import SourceDamageError
@@ -42,6 +43,14 @@ def test_a_flipped_bit_is_refused_with_file_and_tensor(layout, converted):
     path = converted / tensor.file
     flip(path, read_header(path)[0][tensor.name].start + 9)
     export_refused(converted, tensor.file, f"other bytes of {tensor.name}")
+
+
+def test_other_altered_tensors_of_a_file_are_counted(converted):
+    file, tensors = max(read_manifest(converted).by_file().items(), key=lambda item: len(item[1]))
+    header = read_header(converted / file)[0]
+    for tensor in tensors[:2]:
+        flip(converted / file, header[tensor.name].start)
+    export_refused(converted, file, f"other bytes of {tensors[0].name} and 1 other tensor")
 
 
 def test_a_changed_header_is_refused(converted):
@@ -80,3 +89,37 @@ def test_a_missing_shard_is_damage(converted):
     path = max(converted.glob("neuron-*.safetensors"))
     path.unlink()
     export_refused(converted, path.name, "no such file")
+
+
+def rewrite(converted: Path, change) -> None:
+    """Change a manifest's content, whose own checksum is right again."""
+    path = converted / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(sealed(content)))
+
+
+def test_a_manifest_writes_no_note_of_the_export(converted):
+    rewrite(converted, lambda content: content["replaced_files"].update({NOTE_FILE: "{}"}))
+    export_refused(converted, MANIFEST_FILE, f"file names ['{NOTE_FILE}']")
+
+
+def test_a_source_tensor_has_one_place(converted):
+    norms = [weight for weight in read_manifest(converted).weights if weight.endswith("layernorm.weight")]
+
+    def name_twice(content) -> None:
+        content["weights"][norms[1]][0]["source"] = content["weights"][norms[0]][0]["source"]
+
+    rewrite(converted, name_twice)
+    export_refused(converted, MANIFEST_FILE, f"more than one place of {norms[0]}")
+
+
+def test_another_shape_in_a_header_is_refused(converted):
+    (tensor,) = (tensor for tensor in read_manifest(converted).tensors if tensor.name == "lm_head.weight")
+    path = converted / tensor.file
+    content = path.read_bytes()
+    old, new = (str(list(shape)).replace(" ", "").encode() for shape in (tensor.shape, tensor.shape[::-1]))
+    start = content.index(b'"lm_head.weight"')
+    path.write_bytes(content[:start] + content[start:].replace(old, new, 1))
+    assert path.read_bytes() != content
+    export_refused(converted, tensor.file, f"something else for {tensor.name}")

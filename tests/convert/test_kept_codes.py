@@ -145,7 +145,8 @@ def test_reports_and_the_way_back_are_exact(tmp_path: Path) -> None:
     assert estimate.files == {path.name: path.stat().st_size for path in (tmp_path / "dst").iterdir()}
     report = verify_checkpoint(tmp_path / "dst", source, probes=0)
     assert report.ok and len(report.probes) == 2, str(report)
-    assert all(value == float("inf") for probe in report.probes for value in probe.weights.values())
+    for figures in (figures for probe in report.probes for figures in (probe.weights, probe.floors)):
+        assert all(value == float("inf") for value in figures.values()), "exact, and nothing less would do"
     shown = command("inspect", tmp_path / "dst", "--source", source)[1]
     assert "mxfp4_moe_permuted_words" in shown and "groups of the source: I permuted and H" in shown
     assert shown.count("SQNR exact") == 2 and " dB" not in shown

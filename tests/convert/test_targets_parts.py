@@ -11,9 +11,10 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 
 from hf_neuron_moe.convert import ConvertOptions
+from hf_neuron_moe.convert.io.source import Encoding, SourceTensor
 from hf_neuron_moe.convert.layout.orientations import StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import Scratch, read_bytes, restore, scratch_bytes, store
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, part_of
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, codes_kept, part_of
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from hf_neuron_moe.formats import fake_quantize_mx, quantize_mx, unswizzle
@@ -21,6 +22,7 @@ from hf_neuron_moe.formats.layouts import gate_up_interleaved_to_kernel
 from tests.refusals import refused
 
 SIZES = st.integers(1, 40)
+CODED = (("codes", "F8_E4M3", (4, 64)), ("scales", "U8", (4, 2)))
 
 
 def weight_of(role: str, hidden: int, inner: int, cuts: list[int], experts: int = 0) -> FusedWeight:
@@ -34,6 +36,34 @@ def weight_of(role: str, hidden: int, inner: int, cuts: list[int], experts: int 
     )
     shape = (experts, rows, columns) if experts else (rows, columns)
     return FusedWeight(f"mlp.{role}", shape, pieces)
+
+
+def test_a_rank_without_values_is_refused_with_padding_too():
+    weight = weight_of("down_proj", 8, 4, [])
+    with refused(ConversionError, "intermediate size of mlp.down_proj", where="convert") as caught:
+        stored_forms(weight, ConvertOptions("bf16", "kernel", tp_degree=5, pad=True), 0)
+    assert "--pad" not in str(caught.value), "which is no help, and here already"
+
+
+def test_tensors_of_one_buffer_are_aligned():
+    shapes = [((3,), torch.uint8), ((2,), torch.int32), ((5,), torch.uint8), ((2, 3), torch.bfloat16)]
+    tensors = Scratch(4 * 64).tensors(shapes)
+    assert [tensor.data_ptr() % tensor.itemsize for tensor in tensors] == [0, 0, 0, 0]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [2], [3]]
+
+
+def test_codes_are_kept_where_all_pieces_are_such_codes():
+    codes, scales = (SourceTensor(f"{n}", "file", dtype, shape) for n, dtype, shape in CODED)
+    encoding = Encoding(codes, scales, (1, 32))
+    pieces = [Piece(name, "file", "BF16", (4, 64)) for name in ("gate", "up")]
+    assert codes_kept(pieces, dict.fromkeys(("gate", "up"), encoding)) == "mxfp8"
+    for name in ("gate", "up"):
+        assert codes_kept(pieces, {name: encoding}) == ""
+    assert codes_kept(pieces, {"gate": encoding, "up": replace(encoding, transposed=True)}) == ""
+    mxfp4 = replace(encoding, codes=replace(encoding.codes, dtype="U8"))
+    assert codes_kept(pieces, {"gate": encoding, "up": mxfp4}) == ""
 
 
 @given(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, read_manifest
-from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB, blocks_of, sqnr_db
+from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB, LayerProbe, blocks_of, sqnr_db
 from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.networks import is_gate
 from hf_neuron_moe.convert.audit.operands import k_positions, scale_row_of
@@ -84,6 +85,7 @@ def test_sqnr_of_special_cases():
     assert sqnr_db(torch.zeros(4), torch.zeros(4)) == math.inf
     assert sqnr_db(torch.zeros(4), one) == -math.inf
     assert math.isnan(sqnr_db(one, torch.full((4,), math.nan)))
+    assert math.isnan(sqnr_db(one, torch.full((4,), math.inf))) and math.isnan(sqnr_db(one * math.inf, one))
     assert sqnr_db(one, one * 0.9) == pytest.approx(20.0, abs=1e-4)
 
 
@@ -143,3 +145,12 @@ def test_limits_of_a_gate_leave_something_between_them():
     assert is_gate({"gate_min": 0.0, "gate_max": 1.0}, True)
     assert not is_gate({"gate_min": 1.0, "gate_max": 1.0}, True)
     assert not is_gate({"up_min": 2.0, "up_max": 1.0}, True)
+
+
+def test_what_is_no_number_is_below_every_floor():
+    good = LayerProbe("mlp", 3, {"w": 30.0}, {"w": 24.0}, output=20.0, output_floor=17.0, stray={"w": 0})
+    assert not good.faults and good.to_dict()["ok"] is True
+    bad = replace(good, weights={"w": math.nan}, output=math.nan, stray={"w": 2}, changed=("b",))
+    faults = ("w has undefined", "w has 2 values in its padding", "b is not", "output has undefined")
+    assert len(bad.faults) == 4 and bad.to_dict()["ok"] is False
+    assert all(found.startswith(f"expert 3: {fault}") for found, fault in zip(bad.faults, faults))

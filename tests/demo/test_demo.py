@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.demo import smollm2
-from hf_neuron_moe.demo.comparison import SAVED, VARIANTS, saved_by_policy, token_losses
+from hf_neuron_moe.demo import comparison, demo_page, smollm2
+from hf_neuron_moe.demo.comparison import SAVED, VARIANTS, Text, Trained, _learned, saved_by_policy, token_losses
 from hf_neuron_moe.demo.speeches import held_out_windows, speeches, token_windows
 from hf_neuron_moe.demo.subject import tiny
 from hf_neuron_moe.demo.tiny_model import make_tiny_model
@@ -102,6 +103,66 @@ def test_the_loss_is_that_of_transformers() -> None:
     assert float(losses_NL[4].mean()) == pytest.approx(
         float(model.eval()(windows_NL[4:], labels=windows_NL[4:]).loss), rel=1e-5
     )
+
+
+def test_the_word_that_was_learned_is_the_one_whose_loss_fell_most() -> None:
+    subject: Any = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
+    before_NL, after_NL = torch.full((2, 7), 5.0), torch.full((2, 7), 4.0)
+    after_NL[0, 2], after_NL[0, 3] = 2.0, 0.0  # the losses of the fourth token, "a", and of the space behind it
+    after_NL[1, 6] = 1.0
+    text = {2010: torch.tensor(list(b"we a few")), 2011: torch.tensor(list(b"or none."))}
+    found = [(word.year, word.context, word.token, word.after) for word in _learned(subject, text, before_NL, after_NL)]
+    assert found == [(2010, "we", "a", 2.0), (2011, "or none", ".", 1.0)]
+
+
+def test_a_run_is_measured_at_its_end_whatever_the_distance_of_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(model: Any, blocks: Any, rows: Any, setting: Any, run: Any) -> dict[str, Any]:
+        for _ in range(setting.steps):
+            run.stepped()
+        return {"losses": [1.0] * setting.steps, "step_seconds": 0.5, "saved_bytes_per_token": 7.0}
+
+    monkeypatch.setattr(comparison, "trained", trained)
+    windows_NL = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    subject, done = tiny(9, seed=0), list[int]()
+    _, run, _, _ = comparison._trained("bf16", subject, Text(windows_NL, windows_NL), tmp_path, done.append)
+    assert [step for step, _ in run.curve] == [0, 2, 4, 6, 8, 9] and done == list(range(1, 10))
+    assert (run.tokens_per_second, run.saved_bytes_per_token) == (8 * 64 / 0.5, 7.0)
+
+
+def test_a_stock_process_that_fails_ends_the_demo_with_what_it_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = subprocess.CompletedProcess("stock", 1, "", "what it said")
+    monkeypatch.setattr(comparison.subprocess, "run", lambda *_, **__: ended)
+    model = tiny(None, seed=0).model
+    with pytest.raises(subprocess.CalledProcessError):
+        comparison.loss_without_us(model, torch.zeros(1, 4, dtype=torch.int64))
+    assert capsys.readouterr().err.endswith("what it said")
+
+
+def test_the_table_and_the_verdict_compare_with_stock() -> None:
+    runs = [
+        Trained("stock fp32", curve=[(0, 5.0), (9, 4.0)], tokens_per_second=1000.0, saved_bytes_per_token=4096.0),
+        Trained("bf16", curve=[(0, 5.0), (9, 4.2)], tokens_per_second=500.0, saved_bytes_per_token=1024.0),
+        Trained("mxfp8", curve=[(0, 5.0), (9, 3.6)], tokens_per_second=20.0, saved_bytes_per_token=512.0),
+    ]
+    saved = {"stock, bf16": 200.0, "bf16, minimal": 100.0, "mxfp8, recompute": 50.0}
+    found = comparison.Comparison("a model", [2010], {}, runs=runs, saved=saved, environment={})
+    assert demo_page.rows(found) == [
+        ("stock fp32", "5.000", "4.000", "-", "1,000", "4.0", "-"),
+        ("bf16", "5.000", "4.200", "+5.00 %", "500", "1.0", "25 %"),
+        ("mxfp8", "5.000", "3.600", "-10.00 %", "20", "0.5", "12 %"),
+    ]
+    verdict = demo_page.verdict(found)
+    assert "went from 5.00 to 4.00 nats" in verdict and "within 10.00 % of stock" in verdict
+    assert "least (mxfp8, recompute) a block saves 25 % of" in verdict
+
+
+def test_windows_of_short_speeches_are_whole() -> None:
+    windows = held_out_windows(lambda text: encode(text)[:70], 64)
+    assert {len(window) for window in windows.values()} == {64}
 
 
 def test_held_out_text_is_never_trained_on() -> None:

@@ -90,6 +90,17 @@ def test_noise_is_relative_and_different_per_expert() -> None:
     assert not torch.equal(experts[0], experts[1])
 
 
+def test_the_model_is_in_the_llamas_dtype_with_its_generation_settings_and_a_small_router() -> None:
+    llama = tiny_llama().bfloat16()
+    assert llama.generation_config is not None
+    llama.generation_config.max_new_tokens = 7
+    mixtral = upcycle(llama)
+    assert {param.dtype for param in mixtral.parameters()} == {torch.bfloat16} and not mixtral.training
+    assert mixtral.generation_config.max_new_tokens == 7
+    deviation = mixtral.model.layers[0].mlp.gate.weight.float().std().item()
+    assert deviation == pytest.approx(0.02, rel=0.3)  # of 128 values
+
+
 def test_seed_decides_everything() -> None:
     llama = tiny_llama()
     first, same, other = (upcycle(llama, Experts(seed=seed)).state_dict() for seed in (5, 5, 6))
@@ -117,7 +128,9 @@ def test_llama_is_left_alone() -> None:
     ("changes", "options", "match"),
     [
         ({"attention_bias": True}, {}, "attention_bias"),
+        ({"mlp_bias": True}, {}, "mlp_bias"),
         ({}, {"experts": 4, "top_k": 5}, r"top_k must be 1\.\.4"),
+        ({}, {"experts": 4, "top_k": 0}, r"top_k must be 1\.\.4"),
     ],
 )
 def test_refusals(changes: dict[str, object], options: dict[str, int], match: str) -> None:

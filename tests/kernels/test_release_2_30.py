@@ -118,6 +118,40 @@ def test_phases_and_base_are_the_whole(S: int, H: int, I: int) -> None:  # noqa:
         assert torch.equal(again[name].data, descriptor.data), name
 
 
+def base(S: int, H: int, I: int, **changes: object) -> None:  # noqa: E741
+    """The base with operands of these sizes, some of them changed."""
+    td = {name: TensorDescriptor(tensor) for name, tensor in mlp_operands(S, H, I).items()}
+    names = [name for name, *_ in DOCUMENTED["mlp_backward_mxfp8_base_nki"]["arguments"][:18]]
+    d_gate, d_up, scratch, dx, dw, dwd = (
+        TensorDescriptor(empty(*shape)) for shape in ((S, I), (S, I), (2 * I, S), (S, H), (2 * I, H), (H, I))
+    )
+    values = (
+        td["output_hidden_states_grad"], td["hidden_states"], td["gate_pre"], td["gate_act"], td["up"], td["hidden"],
+        td["gate_proj_weight_T"], td["up_proj_weight_T"], td["down_proj_weight_T"], d_gate, d_up,
+        td["hidden_states_T"], td["output_grad_T"], td["hidden_T"], scratch, dx, dw, dwd,
+    )  # fmt: skip
+    release_2_30.mlp_backward_mxfp8_base_nki(**dict(zip(names, values, strict=True)) | changes)
+
+
+def test_errors_are_about_the_operand_or_option_that_is_wrong() -> None:
+    with refused(ConfigError, "execute"):
+        base(128, 128, 128, execute="nonsense")
+    for name in ("output_grad_td", "down_weight_T_td"):
+        with refused(DTypeError, name, where="mlp_backward_mxfp8_base_nki"):
+            base(128, 128, 128, **{name: rows_of(128, 128)})
+    with refused(ShapeError, "F of output_grad_td"):  # and not about tiles, which fit no axis of 1
+        base(1, 128, 128)
+    output, grad_T, hidden_T = (TensorDescriptor(rows_of(128, 128)) for _ in range(3))
+    phase = release_2_30.compute_phase4_down_weight_grad_mxfp8
+    options = (0, torch.bfloat16, torch.float8_e4m3fn)
+    with refused(DTypeError, "output_grad_T_td"):
+        phase(output, grad_T.data, hidden_T, *options)
+    with refused(DTypeError, "hidden_T_td"):
+        phase(output, grad_T, hidden_T.data, *options)
+    with refused(ShapeError, "F of output_grad_T_td"):
+        phase(output, TensorDescriptor(rows_of(1, 128)), TensorDescriptor(rows_of(1, 128)), *options)
+
+
 def test_phase_1_leaves_the_other_core_alone() -> None:
     given = {name: TensorDescriptor(tensor) for name, tensor in mlp_operands(256, 128, 128).items()}
     d_gate, d_up = (TensorDescriptor(torch.full((256, 128), 7.0).bfloat16()) for _ in range(2))

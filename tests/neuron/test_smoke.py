@@ -283,6 +283,14 @@ def test_a_process_that_ends_early_by_itself_is_an_error_and_no_crash(tmp_path: 
     assert [(result.verdict, result.stopped_at) for result in found] == [("error", "traced"), ("not run", None)]
 
 
+def test_a_note_is_a_line_of_at_most_500_characters() -> None:
+    raised = f"Traceback (most recent call last):\n  File 'kernel.py'\nValueError: {'long ' * 200}\nand more\n"
+    for output in (raised, "early line\n" + "word " * 200):
+        note = Ended(1, output).note
+        assert len(note) <= 500 and "\n" not in note
+        assert note.startswith("ValueError: long long" if output is raised else "word word")
+
+
 def test_a_process_has_caches_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace or an executable of an earlier run would leave nothing to compile."""
     names = (NEFF_CACHE, "NKI_COMPILE_CACHE_URL", "NKI_ENABLE_TRACE_CACHE")

@@ -113,6 +113,12 @@ def test_a_time_that_is_none(given: str, monkeypatch: pytest.MonkeyPatch) -> Non
         public("patch_model")(environment.rank_seconds)()
 
 
+def test_variables_that_hold_nothing_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment.OWN:
+        monkeypatch.setenv(name, "")
+    assert environment.wrong_values() == {} and environment.rank_seconds() == environment.ANSWER_SECONDS
+
+
 def test_alone_there_is_nothing_to_compare() -> None:
     with ranks.OneAnswer(timeout=0.1) as facts:
         facts["a"] = "b"

@@ -106,6 +106,58 @@ def test_messages_about_bad_state_dicts_are_stock(family: str) -> None:
     assert results[0].unexpected_keys == results[1].unexpected_keys == ["model.layers.0.mlp.stray"]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_transposed_weights_and_missing_biases_are_told_as_in_stock(family: str) -> None:
+    patched, stock = patched_and_stock(family, "kernel")
+    names = [name for name in stock.state_dict() if "mlp" in name and ".layers.1." in name]
+    bad = dict(stock.state_dict())
+    bad[names[-1]] = bad[names[-1]].transpose(-1, -2)
+    biases = [name for name in names if "experts" in name and name.endswith("bias")]
+    for name in biases:
+        del bad[name]
+    messages = []
+    for model in (stock, patched):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(bad)
+        messages.append(sorted(lines(caught.value)))
+    assert messages[0] == messages[1]
+    assert all(name in str(messages[1]) for name in [*biases, names[-1]] if "bias" not in names[-1] or biases)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_block_that_is_not_loaded_strictly_tells_nothing(strict: bool) -> None:
+    """nn.Module.load_state_dict always asks its modules to be strict; others may not."""
+    patched, _ = patched_and_stock("llama", "kernel")
+    missing: list[str] = []
+    unexpected: list[str] = []
+    weights = {"mlp.gate_up_proj": torch.zeros(96, 32)}
+    block = patched.get_submodule("model.layers.0.mlp")
+    block._load_from_state_dict(weights, "mlp.", {}, strict, missing, unexpected, [])  # type: ignore[arg-type]
+    assert (len(missing), unexpected) == ((3, ["mlp.gate_up_proj"]) if strict else (0, []))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_names_are_in_the_order_of_stock_and_tensors_kept_are_part_of_the_graph(family: str) -> None:
+    patched, stock = patched_and_stock(family, "kernel")
+    assert list(patched.state_dict()) == list(stock.state_dict())
+    kept = patched.state_dict(keep_vars=True)
+    assert all(value.requires_grad for value in kept.values())
+    sum(value.sum() for value in kept.values()).backward()
+    assert all(param.grad is not None and bool((param.grad == 1).all()) for param in patched.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_buffer_that_somebody_adds_to_a_block_is_where_it_is_in_stock(family: str) -> None:
+    place = "model.layers.0.mlp" + (".experts" if family == "mixtral" else "")
+    patched, stock = patched_and_stock(family, "kernel")
+    for model in (patched, stock):
+        model.get_submodule(place).register_buffer("extra", torch.ones(2))
+    values = stock.state_dict()
+    assert list(patched.state_dict()) == list(values)
+    del values[f"{place}.extra"]
+    assert patched.load_state_dict(values, strict=False).missing_keys == [f"{place}.extra"]
+
+
 def lines(error: BaseException) -> list[str]:
     return [line.strip() for line in str(error).splitlines()]
 

@@ -36,6 +36,7 @@ def test_one_seed_has_no_band_and_none_has_no_difference() -> None:
         "by_seed_percent": [100.0],
     }
     assert paired({"0": 2.0}, {"1": 1.0}) == {} and band_of([1.0]) is None
+    assert band_of([1.0, 3.0]) == pytest.approx(12.706205, rel=1e-6)  # two have one, however wide
 
 
 def test_only_the_last_steps_are_compared() -> None:

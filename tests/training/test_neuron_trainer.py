@@ -12,7 +12,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hf_neuron_moe import (
     NeuronMoEArguments,
@@ -277,6 +284,33 @@ def test_hooks_are_gone_after_training_and_after_an_exception(tmp_path: Path) ->
     assert {key: value for key, value in snapshot(model).items() if key.startswith("hooks ")} == hooks
 
 
+def test_hooks_of_a_callback_are_gone_after_a_training_that_follows_one_that_failed(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    patch_model(model)
+    hooks = {key: value for key, value in snapshot(model).items() if key.startswith("hooks ")}
+    options = TrainingArguments(output_dir=str(tmp_path), **{**SETTINGS, "max_steps": 1})
+    run = Trainer(model=model, args=options, train_dataset=[{"input_ids": torch.tensor([10**6]), "labels": 1}] * 2)
+    NeuronMoECallback().watch(run)
+    with pytest.raises(IndexError):
+        run.train()
+    run.train_dataset = Rows()
+    run.train()
+    assert {key: value for key, value in snapshot(model).items() if key.startswith("hooks ")} == hooks
+
+
+def test_what_dpo_rewards_is_in_the_file(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model)
+    callback, state, control = NeuronMoECallback(), TrainerState(), TrainerControl()
+    state.log_history.append({})
+    callback.on_train_begin(arguments(tmp_path), state, control, model=model)
+    logs = {"loss": 1.0, "rewards/margins": 0.5, "rewards/accuracies": 0.75}
+    callback.on_log(arguments(tmp_path), state, control, logs=logs)
+    callback.on_train_end(arguments(tmp_path), state, control)
+    (line,) = metrics(tmp_path)
+    assert (line["reward_margin"], line["reward_accuracy"]) == (0.5, 0.75)
+
+
 def test_trainer_classes_with_constructors_of_their_own(tmp_path: Path) -> None:
     class Passing(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -434,6 +468,44 @@ def test_health_is_measured_in_a_number_of_steps_or_never() -> None:
     for wrong in (-1, True, 1.5):
         with refused(ConfigError, "health_steps", got=repr(wrong)):
             NeuronMoECallback(health_steps=wrong)  # type: ignore[arg-type]
+
+
+def test_reporters_see_the_figures_of_a_callback_that_watches(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            seen.append({key for key in logs if key.startswith("neuron/")})
+
+    model = tiny_model("llama")
+    patch_model(model)
+    options = TrainingArguments(output_dir=str(tmp_path), **{**SETTINGS, "max_steps": 1})
+    run = Trainer(model=model, args=options, train_dataset=Rows(), callbacks=[Reporter()])
+    callback = NeuronMoECallback(health_steps=0)
+    assert callback.watch(run) is callback.watch(run) is callback
+    run.train()
+    assert "neuron/tokens_per_second" in seen[0] and len(metrics(tmp_path)) == 1
+    assert run.callback_handler.callbacks.count(callback) == 1
+    assert "neuron/sqnr_weights_db" not in seen[0], "0 steps: never, whatever the default is"
+
+
+def test_a_callback_moves_no_weights_of_an_optimizer_that_is_there(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    made = torch.optim.SGD(model.parameters(), lr=0.1), None
+    options = TrainingArguments(output_dir=str(tmp_path), **SETTINGS)
+    with refused(UnsupportedModelError, "model", got="an unpatched model and an optimizer"):
+        Trainer(model=model, args=options, optimizers=made, callbacks=[NeuronMoECallback({"weights": "kernel"})])
+
+
+def test_other_processes_write_no_files(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model)
+    for zero in (False, True):
+        callback = NeuronMoECallback()
+        state = TrainerState(is_world_process_zero=zero)
+        callback.on_train_begin(arguments(tmp_path), state, TrainerControl(), model=model)
+        callback.on_train_end(arguments(tmp_path), state, TrainerControl())
+        assert (tmp_path / "neuron_moe" / "run.json").exists() is zero
 
 
 def test_callbacks_that_mix_weights_of_two_layouts(tmp_path: Path) -> None:

@@ -390,6 +390,18 @@ def test_an_evaluation_after_the_run_is_of_the_model_that_was_loaded(tmp_path: P
     assert card["evaluation loss"].endswith(" at step 2") and card["saved model"] == "that of step 2, the best one"
 
 
+def test_an_evaluation_after_the_run_is_of_the_last_step_where_no_other_was_loaded(tmp_path: Path) -> None:
+    noted = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
+    noted |= {"save_strategy": "steps", "save_steps": 2}
+    options = arguments(tmp_path, **noted, learning_rate=0.0, max_steps=4)
+    run = NeuronMoETrainer(tiny_model("llama"), options, train_dataset=Rows(), eval_dataset=Rows(4))
+    run.train()
+    assert run.state.best_global_step == 2
+    run.evaluate()
+    lines = (tmp_path / "neuron_moe" / EVALUATIONS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 4]
+
+
 def test_a_run_continued_otherwise_remembers_what_it_was(tmp_path: Path) -> None:
     files, found = RunFiles(tmp_path), []
     for step, value in ((0, 1), (4, (2,)), (6, (2,)), (8, 3), (0, 3), (2, 3)):

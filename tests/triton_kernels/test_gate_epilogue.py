@@ -12,11 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import Gating, gating_of
 from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
+from hf_neuron_moe.backends.triton import gate_functions
 from hf_neuron_moe.backends.triton.gate_epilogue import gate_backward, gate_forward
 from hf_neuron_moe.errors import ConfigError, DTypeError
 
@@ -160,11 +164,12 @@ def test_backward_with_saved_products_and_without_factors() -> None:
     assert torch.equal(into[1], act.float() * d_int)
 
 
-@pytest.mark.parametrize("name", ["silu", "gpt-oss"])
+@pytest.mark.parametrize("name", ["silu", "gpt-oss", "gelu"])
 def test_backward_of_what_was_saved_in_fp8(name: str) -> None:
+    """A group with a NaN or an infinity has no usable scale, so its values on a limit are NaN as well."""
     gate, gating = GATES[name], gating_of(GATES[name])
     (g, u, scale), d_int = gate_and_up(torch.float32), torch.randn(R, I)
-    g[2, 3], u[3, 70] = float("nan"), float("inf")
+    g[2, 3], u[3, 70], g[5, 3] = float("nan"), float("inf"), float("inf")
     rows = rows_in_fp8(g, gating.gate_limits), rows_in_fp8(u, gating.up_limits)
     taken = tuple(part.take(slice(0, R), slice(0, I)) for part in rows)
     from_codes, from_values = (torch.empty(2, R, I, dtype=torch.bfloat16) for _ in range(2))
@@ -180,6 +185,20 @@ def test_backward_of_what_was_saved_in_fp8(name: str) -> None:
     for ours, expected in ((from_codes[0], results[0]), (from_codes[1], results[1]), (inter, results[2])):
         rounded = torch.where(usable, expected, 0).bfloat16()
         assert nearly_equal(torch.where(usable, ours, 0), rounded, 0.126)
+
+
+@triton.jit
+def softcapped(x_N, out_N, N: tl.constexpr):  # type: ignore[no-untyped-def] # Triton's tensors are no Python type
+    place = tl.arange(0, N)
+    tl.store(out_N + place, gate_functions.up_value(tl.load(x_N + place), (None, None), 1.0))
+
+
+def test_a_softcap_is_exact_near_zero() -> None:
+    """Two units of the last place: what a difference of exponentials loses, and the last term of a series is more."""
+    x_N = torch.linspace(-0.2499, 0.2499, 512)
+    out_N = torch.empty_like(x_N)
+    softcapped[(1,)](x_N, out_N, 512)
+    assert torch.allclose(out_N.double(), x_N.double().tanh(), rtol=2e-7, atol=0)
 
 
 def test_errors() -> None:

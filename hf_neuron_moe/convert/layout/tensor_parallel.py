@@ -140,7 +140,9 @@ def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule |
     share = -(-inner // ranks)
     if (inner % ranks and padded is None) or share * (ranks - 1) >= inner > 0:
         expected = f"divisible among {ranks} tensor-parallel ranks"
-        fix = "Choose a --tp-degree that divides it" + (", or pad it with --pad." if inner % ranks else ".")
+        fix = "Choose a --tp-degree that divides it" + (
+            ", or pad it with --pad." if share * (ranks - 1) < inner else "."
+        )
         raise ConversionError.about(f"intermediate size of {weight.name}", expected, inner, fix)
     start = share * (rank or 0)
     stop = min(start + share, inner)
