@@ -1,7 +1,7 @@
 """What transformers' distributed engine did to a module: which forward it installed, and how its weights are cut.
 
 The engine shards a model between its making and the loading of weights. It puts a forward into the instance, which
-holds the module's own forward and the collectives around it (``DistributedConfig``, transformers 5.21 and later).
+holds the module's own forward and the collectives around it (``DistributedConfig``; experts need transformers 5.23).
 
 E experts, I intermediate size.
 """
@@ -60,7 +60,7 @@ def installed(module: nn.Module) -> Installed | None:
 
 def style_name(style: object) -> str:
     """Return the name under which the engine knows a style, or that of its class."""
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     return next((name for name in ALL_PARALLEL_STYLES if ALL_PARALLEL_STYLES[name] is style), type(style).__name__)
 

@@ -61,6 +61,8 @@ def unsupported_reason_of_exchange(present: object) -> str | None:
     from transformers.distributed import expert_parallel as engine
 
     names = ("AllReduceEP", "AllToAllEP", "AutoEP")
+    if not hasattr(engine, names[0]):
+        return "expert parallelism needs transformers 5.23 or later"
     known = {getattr(engine, name) for name in names}
     if type(present) in known or type(present).__module__ == __name__:
         return None

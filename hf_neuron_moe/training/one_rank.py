@@ -64,7 +64,7 @@ class Layout:
         except ValueError as error:
             raise refused_layout(self, str(error)) from error
         except TypeError as error:
-            raise _too_old("DistributedConfig without ep_size") from error
+            raise _too_old("DistributedConfig without all of these sizes") from error
 
     def __str__(self) -> str:
         sizes = [f"{name} {size}" for name, size in asdict(self).items() if name != "rank" and size > 1]

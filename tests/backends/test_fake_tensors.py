@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import __version__
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
@@ -29,6 +31,7 @@ from tests.backends.test_quantized_network import stack_of, words_of
 from tests.tiny_models import tiny_model
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
+WINDOWED = Version(__version__) >= Version("5.21")  # before, gpt-oss masks its window with a real tensor
 POLICIES = ("minimal", "full", "recompute", "fp8")
 LAYOUTS = ("stock", "transposed", "interleaved")
 E, T, H, I = 6, 50, 64, 96  # noqa: E741
@@ -222,7 +225,7 @@ def test_nothing_is_left_behind(name: str, precision: str) -> None:
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *(["gpt_oss"] if WINDOWED else []), "llama"])
 def test_a_model_trains(device: str, precision: str, family: str) -> None:
     model = tiny_model(family).train()
     patch_model(model, NeuronMoEConfig(precision, backend=backend_of(device)))

@@ -24,8 +24,8 @@ from tests.tiny_models import tiny_model, tokens
 
 distributed = pytest.importorskip("transformers.distributed", reason="this transformers cannot shard while loading")
 pytestmark = pytest.mark.skipif(
-    "ep_size" not in inspect.signature(distributed.DistributedConfig).parameters,
-    reason="this transformers keeps no distributed_config with sizes",
+    "dp_replicate_size" not in inspect.signature(distributed.DistributedConfig).parameters,
+    reason="the sizes of this transformers' distributed_config are others",
 )
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

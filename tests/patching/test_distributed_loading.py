@@ -115,6 +115,12 @@ def test_another_exchange_of_tokens_is_named() -> None:
     assert "brought by Own; use ep_implementation='auto'" in unsupported_reason_of_exchange(Own())
 
 
+def test_the_expert_parallelism_of_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.22 has the module, and one implementation without a name in it."""
+    monkeypatch.delattr("transformers.distributed.expert_parallel.AllReduceEP")
+    assert "needs transformers 5.23" in unsupported_reason_of_exchange(object())
+
+
 def test_partial_sums_are_added_in_fp32() -> None:
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # bf16 has no 257
     total = sum_rows(rows, torch.zeros(3, dtype=torch.int64), 1)
