@@ -22,6 +22,9 @@ from hf_neuron_moe.modules.collectives import exchange, exchanged, sum_rows
 NAME = "neuron_moe"
 """Of the implementation in ``DistributedConfig(ep_implementation=...)``, once it is registered."""
 
+EXPERT_PARALLELISM_NEEDS = "expert parallelism needs transformers 5.23 or later"
+"""Why experts that an older engine shared out cannot be patched."""
+
 
 @cache
 def register_expert_parallel() -> str | None:
@@ -62,7 +65,7 @@ def unsupported_reason_of_exchange(present: object) -> str | None:
 
     names = ("AllReduceEP", "AllToAllEP", "AutoEP")
     if not hasattr(engine, names[0]):
-        return "expert parallelism needs transformers 5.23 or later"
+        return EXPERT_PARALLELISM_NEEDS
     known = {getattr(engine, name) for name in names}
     if type(present) in known or type(present).__module__ == __name__:
         return None

@@ -22,6 +22,7 @@ from hf_neuron_moe.backends.gate import SWIGLU, Gate
 from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.dense_roles import OVERRIDDEN, DenseRoles, constant_of
 from hf_neuron_moe.modules.engine import axis_parts, installed, is_sharded, stock_class
+from hf_neuron_moe.modules.expert_parallel import EXPERT_PARALLELISM_NEEDS
 from hf_neuron_moe.modules.experts_calls import SHARED, known_call
 from hf_neuron_moe.modules.experts_form import ExpertsForm, is_decorated_experts, read_experts, reasons_against_cut
 from hf_neuron_moe.modules.gate_expression import UnknownForm
@@ -256,6 +257,8 @@ def _instance_reasons(module: nn.Module) -> Iterator[str]:
     if hasattr(module, "_hf_hook") or hasattr(module, "_old_forward"):
         yield "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
     if "forward" in module.__dict__ and installed(module) is None:
+        if getattr(module.forward, "__name__", None) == "ep_forward":
+            yield EXPERT_PARALLELISM_NEEDS
         yield "its forward is overridden on the instance"
     if getattr(module, "_compiled_call_impl", None) is not None:
         yield "it is compiled (module.compile()) and would go on computing the stock code; compile it after patching"

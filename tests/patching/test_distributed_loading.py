@@ -120,6 +120,14 @@ def test_the_expert_parallelism_of_older_transformers_is_named(monkeypatch: pyte
     monkeypatch.delattr("transformers.distributed.expert_parallel.AllReduceEP")
     assert "needs transformers 5.23" in unsupported_reason_of_exchange(object())
 
+    def ep_forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> None:
+        """What 5.20 and 5.21 put into the instance."""
+
+    model = tiny_model("mixtral")
+    model.model.layers[0].mlp.experts.forward = ep_forward
+    with refused(UnsupportedModelError, "model", "needs transformers 5.23"):
+        patch_model(model)
+
 
 def test_partial_sums_are_added_in_fp32() -> None:
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # bf16 has no 257
