@@ -18,7 +18,7 @@ from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import Backend
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
-from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.config import DEFAULT_BACKEND, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import experts_calls, ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
@@ -291,6 +291,7 @@ class _RegisteredExperts:
 
     def __init__(self, config: NeuronMoEConfig) -> None:
         self.config = config
+        get_backend(DEFAULT_BACKEND if config.backend == "auto" else config.backend)  # whose import cannot be traced
         self.keep = canonical_keep(config.activations, config.precision)
         self.warned: set[str] = set()
 
