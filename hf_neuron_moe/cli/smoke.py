@@ -11,6 +11,7 @@ import typer
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.shared_options import Json, choice, tell
 from hf_neuron_moe.device.smoke import CASES, KernelResult, run_smoke
+from hf_neuron_moe.output_files import replacing
 
 
 def smoke(
@@ -44,7 +45,8 @@ def smoke(
     if not output.parent.is_dir():
         raise typer.BadParameter(f"{str(output)!r} is in no existing folder.", param_hint="--output")
     report = run_smoke(device=device, cases=(case,) if case else CASES, timeout=timeout, seed=seed, progress=show)
-    output.write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+    with replacing(output) as partial:
+        partial.write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
     tell(
         as_json,
         {**report.to_dict(), "report": str(output)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -168,6 +169,20 @@ def test_the_command_ends_as_the_worst_kernel(
     assert written["kernels"][0]["case"] == "experts-mxfp8" and written["cases"]["experts-mxfp8"]["hidden"] == 128
     found, out, _ = command(monkeypatch, capsys, *options, "--json")
     assert found == code and json.loads(out)["ok"] == (code == 0)
+
+
+def test_a_full_disk_leaves_the_last_report(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    def full(self: Path, text: str, **options: Any) -> None:
+        self.write_bytes(text[:1].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    report = tmp_path / "smoke.json"
+    report.write_bytes(b"{}")
+    monkeypatch.setattr("hf_neuron_moe.cli.smoke.run_smoke", lambda **options: SimpleNamespace(to_dict=dict))
+    monkeypatch.setattr(Path, "write_text", full)
+    code, _, err = command(monkeypatch, capsys, "--output", report)
+    assert code not in (0, 70) and "No space left on device" in err
+    assert [(path, path.read_bytes()) for path in tmp_path.iterdir()] == [(report, b"{}")]
 
 
 @pytest.mark.usefixtures("in_process")
