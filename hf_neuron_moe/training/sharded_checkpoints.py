@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
 from torch.optim import Optimizer
 
@@ -100,6 +101,7 @@ class ShardedCheckpointMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with OneAnswer():
             if not self._load_shards(Path(resume_from_checkpoint)):
+                self._refuse_other_fsdp(Path(resume_from_checkpoint))
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -127,6 +129,24 @@ class ShardedCheckpointMixin(_Base):
         _refuse_other_model(model, folder)
         _load_model_checkpoint_distributed(model, folder)
         return True
+
+    @public("train")
+    def _refuse_other_fsdp(self, folder: Path) -> None:
+        """Raise for a checkpoint that accelerate's FSDP cannot read: its first process would, in front of a broadcast.
+
+        The others would wait there for the weights.
+        """
+        if not self.is_fsdp_enabled:
+            return
+        kind = self.accelerator.state.fsdp_plugin.state_dict_type.name
+        name = {"FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin", "SHARDED_STATE_DICT": f"{FSDP_MODEL_NAME}_0"}.get(kind)
+        if name is not None and not (folder / name).exists():
+            expected = f"a checkpoint with {name}, which a run with FSDP and {kind} writes"
+            fix = (
+                "Resume with the FSDP settings of the run that saved it, or without FSDP. Or load the model with "
+                "from_pretrained(CHECKPOINT), and start a new run with its weights."
+            )
+            raise IncompleteCheckpointError.about("resume_from_checkpoint", expected, str(folder), fix)
 
     @public("train")
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

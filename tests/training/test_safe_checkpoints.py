@@ -10,11 +10,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_neuron_moe import patch_model
@@ -219,3 +221,18 @@ def test_two_processes(repo_root: Path, tmp_path: Path) -> None:
     )
     assert [kind for kind, _ in stock] == ["RankError", "UnsupportedModelError"]
     assert "rank 1 must be free of errors" in stock[0][1] and not (tmp_path / "other" / "neuron_moe").exists()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("FULL", "pytorch_model_fsdp.bin"), ("SHARDED", "pytorch_model_fsdp_0")])
+def test_a_checkpoint_that_fsdp_cannot_read_is_an_error_on_every_process(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate lets the first process alone look for the file, while the others wait for its weights."""
+    trainer(tmp_path, max_steps=2).train()
+    run = trainer(tmp_path)
+    says = f"with {name}, which a run with FSDP and {kind}_STATE_DICT writes"
+    plugin = SimpleNamespace(state_dict_type=StateDictType[f"{kind}_STATE_DICT"])
+    monkeypatch.setattr(run, "is_fsdp_enabled", True)
+    monkeypatch.setitem(run.accelerator.state.__dict__, "fsdp_plugin", plugin)
+    with refused(IncompleteCheckpointError, "resume_from_checkpoint", says, where="train"):
+        run._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
