@@ -8,11 +8,13 @@ After an addition:
 from __future__ import annotations
 
 import ast
+import dataclasses
 import enum
 import importlib
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ import pytest
 SNAPSHOT = Path(__file__).with_name("public.json")
 PACKAGES = ("", ".kernels", ".kernels.release_2_30", ".formats", ".convert", ".training", ".patching", ".quantizers")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def foreign_bases(value: Any) -> Iterator[Any]:
+    """Yield the dataclasses of other packages that a class extends: their fields go with the release."""
+    for base in getattr(value, "__mro__", ()):
+        if dataclasses.is_dataclass(base) and not base.__module__.startswith("hf_neuron_moe"):
+            yield base
 
 
 def described(value: Any) -> str:
@@ -33,7 +42,12 @@ def described(value: Any) -> str:
         signature = inspect.signature(value)
     except ValueError:
         return "no signature"
-    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    inherited = {field.name for base in foreign_bases(value) for field in dataclasses.fields(base)}
+    parameters = [
+        parameter.replace(annotation=parameter.empty)
+        for name, parameter in signature.parameters.items()
+        if name not in inherited
+    ]
     plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return ADDRESS.sub("", str(plain))
 
