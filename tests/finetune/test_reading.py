@@ -294,6 +294,13 @@ def test_epochs_do_not_matter_where_steps_are_counted() -> None:
     assert options_of("tiny-llama", "--max_steps", "3", "--num_train_epochs", "0").training.max_steps == 3
 
 
+def test_options_that_change_nothing_need_no_others() -> None:
+    assert not options_of("tiny-llama", "--lora_merge", "false").lora.lora_merge
+    best = ["--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--eval_share", "0.1"]
+    steps = ["--eval_strategy", "steps", "--save_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
+    assert options_of("tiny-llama", *best, *steps).training.metric_for_best_model == "loss"
+
+
 def test_flags_that_take_words_too() -> None:
     for word in ("all", "non_padding", "no"):
         given = options_of("tiny-llama", "--include_num_input_tokens_seen", word)
