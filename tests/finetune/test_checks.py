@@ -546,9 +546,7 @@ def test_what_sharding_excludes_is_found_first(
         training(options(long_models["llama"], neuron_backend="neuron", **fine))
 
 
-def test_frozen_codes_have_one_layout_under_fsdp(
-    conversions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_codes_have_one_layout_under_fsdp(conversions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their blocks are not patched: the layout of weights says nothing about them."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     training(options(conversions["mxfp8"], neuron_backend="neuron", lora_rank=4))

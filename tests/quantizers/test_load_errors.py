@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, UnsupportedModelError
-from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig, NeuronMoEQuantizer
 from tests.quantizers.conftest import Converted, Source, load
 from tests.refusals import refused
 
@@ -147,6 +147,13 @@ def test_places_that_blocks_cannot_be_in(converted: Converted, tmp_path: Path, p
     places = {"": "cpu", "model.layers.1": other}
     with refused(UnsupportedModelError, "device_map", got=f"cpu, {other}"):
         load(converted("mixtral", precision=precision), device_map=places, offload_folder=str(tmp_path))
+
+
+def test_frozen_blocks_may_be_on_several_devices() -> None:
+    places = {"model.layers.0": 0, "model.layers.1": 1}
+    assert NeuronMoEQuantizer(NeuronMoEQuantizationConfig("mxfp8")).update_device_map(places) is places
+    with refused(UnsupportedModelError, "device_map", got="0, 1"):
+        NeuronMoEQuantizer(NeuronMoEQuantizationConfig("bf16")).update_device_map(places)
 
 
 def test_bf16_blocks_that_accelerate_spread_over_devices(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
