@@ -11,6 +11,7 @@ import torch
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
+from tests.convert.quantized_sources import to_fp8
 from tests.convert.test_every_family import made
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -112,6 +113,15 @@ def test_what_is_said_to_be_left_is_a_finding_or_with_another_version_a_note(che
     assert report.ok
     (note,) = report.notes
     assert note.startswith("model.layers.0.mlp: what stays in its source form differs") and "0.0.1 converted it" in note
+
+
+def test_another_method_of_the_source_is_found(checkpoint, tmp_path):
+    source = checkpoint("qwen3_moe")
+    to_fp8(source, block=(32, 32))
+    convert_checkpoint(source, tmp_path / "dst")
+    rewrite(tmp_path / "dst", lambda content: content["source_format"].update(method="mxfp4"))
+    (finding,) = verify_checkpoint(tmp_path / "dst", source).findings
+    assert (finding.check, finding.subject) == ("source", "source") and "quantized tensors" in finding.message
 
 
 @pytest.mark.filterwarnings("ignore:convert. .* do not fit bf16")

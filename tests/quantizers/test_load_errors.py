@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, UnsupportedModelError
 from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig, NeuronMoEQuantizer
 from tests.quantizers.conftest import Converted, Source, load
@@ -175,6 +176,20 @@ def test_a_misspelt_precision_and_another_method() -> None:
         NeuronMoEQuantizationConfig(precision="mxfp88")
     with refused(ConfigError, "quant_method"):
         NeuronMoEQuantizationConfig(quant_method="mxfp8")
+
+
+def test_an_index_without_metadata_is_damage(copied: Any) -> None:
+    folder = copied()
+    content = json.loads((folder / INDEX_OUT).read_text())
+    del content["metadata"]
+    (folder / INDEX_OUT).write_text(json.dumps(content))
+    with refused(SourceDamageError, f"{INDEX_OUT}: metadata", got="none"):
+        load(folder)
+
+
+def test_options_that_would_hide_a_method_are_refused() -> None:
+    with refused(ConfigError, "to_dict", "an option of a conversion"):
+        NeuronMoEQuantizationConfig(to_dict="fused")
 
 
 def test_the_configuration_keeps_what_it_was_given() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,6 +343,21 @@ def test_trainer_classes_with_constructors_of_their_own(tmp_path: Path) -> None:
         assert losses(run) == losses(expected)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_reference_that_was_given_stays_as_it_is(given: bool, tmp_path: Path) -> None:
+    class WithReference(Trainer):
+        def __init__(self, model: nn.Module, ref_model: nn.Module | None = None, **options: Any) -> None:
+            self.ref_model = tiny_model("llama") if ref_model is None else ref_model
+            super().__init__(model=model, **options)
+
+    kind = type("Own", (NeuronMoETrainerMixin, WithReference), {})
+    options = {"args": arguments(tmp_path), "train_dataset": Rows()}
+    run = kind(model=tiny_model("llama"), ref_model=tiny_model("llama") if given else None, **options)
+    assert is_patched(run.model) and is_patched(run.ref_model) is not given
+    run.ref_model = tiny_model("llama")
+    assert not is_patched(run.ref_model), "only the constructor's is a twin of the model"
+
+
 def test_arguments_without_our_fields_leave_a_patched_model_as_it_is(tmp_path: Path) -> None:
     model = tiny_model("llama")
     patch_model(model, {"precision": "mxfp8"})
@@ -362,6 +378,8 @@ def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(run.args, "use_cpu", False)
     with refused(ConfigError, "use_cpu", "true for 2 processes on CPUs", got="False, with which each"):
         NeuronMoETrainer(model=run.model, args=run.args, train_dataset=Rows())
+    run.args = SimpleNamespace(device=torch.device("mps"), use_cpu=False)  # no processor
+    run._refuse_lone_processes()
 
 
 def test_tokens_count_once_under_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
