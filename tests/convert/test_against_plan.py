@@ -108,10 +108,13 @@ def test_what_is_said_to_be_left_is_a_finding_or_with_another_version_a_note(che
     rewrite(tmp_path / "dst", _invented)
     (finding,) = verify_checkpoint(tmp_path / "dst", source).findings
     assert (finding.check, finding.subject) == ("source", "model.layers.0.mlp")
+    (shown,) = verify_checkpoint(tmp_path / "dst", source).to_dict()["findings"]
+    assert shown == {"check": "source", "subject": "model.layers.0.mlp", "message": finding.message}
     rewrite(tmp_path / "dst", _other_version)
     report = verify_checkpoint(tmp_path / "dst", source)
     assert report.ok
     (note,) = report.notes
+    assert report.to_dict()["notes"] == [note] and report.to_dict()["findings"] == []
     assert note.startswith("model.layers.0.mlp: what stays in its source form differs") and "0.0.1 converted it" in note
 
 
@@ -145,6 +148,19 @@ def test_rounded_values_of_bf16_and_of_copies_are_none(checkpoint, tmp_path):
     rewrite(tmp_path / "dst", lambda content: content["rounded"].update({own: 1, copied: 1}))
     found = verify_checkpoint(tmp_path / "dst", source).findings
     assert [finding.subject for finding in found] == [own, copied]
+
+
+def test_why_nothing_is_probed(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst")
+    with open(source / "model.safetensors", "ab") as file:
+        file.write(b"0")
+    skipped = verify_checkpoint(tmp_path / "dst", source).skipped
+    assert skipped == {"probe": "the source is not the one that was converted"}
+    (tmp_path / "dst" / "generation_config.json").write_text("{}")
+    report = verify_checkpoint(tmp_path / "dst", source)
+    assert {finding.check for finding in report.findings} == {"files", "source"}
+    assert report.skipped == {"probe": "the files are damaged already"}
 
 
 def test_a_source_that_cannot_be_planned_is_a_finding(checkpoint, tmp_path):

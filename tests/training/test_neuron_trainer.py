@@ -358,6 +358,21 @@ def test_a_reference_that_was_given_stays_as_it_is(given: bool, tmp_path: Path) 
     assert not is_patched(run.ref_model), "only the constructor's is a twin of the model"
 
 
+def test_a_reference_that_a_trainer_patches_itself_stays_as_it_is(tmp_path: Path) -> None:
+    class WithPatchedReference(Trainer):
+        def __init__(self, model: nn.Module, **options: Any) -> None:
+            reference = tiny_model("llama")
+            patch_model(reference, {"precision": "fp32"})
+            self.ref_model = reference
+            super().__init__(model=model, **options)
+
+    kind = type("Own", (NeuronMoETrainerMixin, WithPatchedReference), {})
+    run = kind(model=tiny_model("llama"), args=arguments(tmp_path, neuron_precision="mxfp8"), train_dataset=Rows())
+    mine, reference = report_of(run.model), report_of(run.ref_model)
+    assert mine is not None and mine.config.precision == "mxfp8"
+    assert reference is not None and reference.config.precision == "fp32"
+
+
 def test_arguments_without_our_fields_leave_a_patched_model_as_it_is(tmp_path: Path) -> None:
     model = tiny_model("llama")
     patch_model(model, {"precision": "mxfp8"})
