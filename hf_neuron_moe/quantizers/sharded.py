@@ -161,7 +161,7 @@ class StockWeight:
 def overlap(wanted: range, first: int, count: int) -> range:
     """What of a range a part has that begins at `first`, counted from there."""
     start = max(wanted.start, first)
-    return range(start - first, max(start, min(wanted.stop, first + count)) - first)
+    return range(start - first, min(wanted.stop, first + count) - first)
 
 
 def _parts(stored: StoredTensor) -> Iterator[tuple[StoredTensor, int]]:
