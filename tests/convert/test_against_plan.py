@@ -150,6 +150,25 @@ def test_rounded_values_of_bf16_and_of_copies_are_none(checkpoint, tmp_path):
     assert [finding.subject for finding in found] == [own, copied]
 
 
+def test_hidden_files_are_notes_and_others_findings(checkpoint, tmp_path):
+    convert_checkpoint(checkpoint("llama"), tmp_path / "dst")
+    (tmp_path / "dst" / ".gitattributes").write_text("")
+    report = verify_checkpoint(tmp_path / "dst")
+    assert report.ok and report.notes == [".gitattributes: not part of the conversion, and hidden"]
+    (tmp_path / "dst" / "_other").write_text("")
+    (finding,) = verify_checkpoint(tmp_path / "dst").findings
+    assert (finding.check, finding.subject) == ("files", "_other")
+
+
+def test_what_was_probed_is_said(checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    convert_checkpoint(source, tmp_path / "dst")
+    every = verify_checkpoint(tmp_path / "dst", source, probes=0)
+    assert every.done["probe"] == "2 layers compared with the source, all their 24 experts (seed 0)"
+    some = verify_checkpoint(tmp_path / "dst", source, probes=1, seed=3)
+    assert some.done["probe"] == "1 layer compared with the source (seed 3)"
+
+
 def test_why_nothing_is_probed(checkpoint, tmp_path):
     source = checkpoint("llama")
     convert_checkpoint(source, tmp_path / "dst")

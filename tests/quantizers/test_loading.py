@@ -261,6 +261,12 @@ def test_codes_keep_their_dtype_where_values_are_cast_after_loading() -> None:
     }
 
 
+def test_the_configuration_of_a_loaded_model_opens_other_folders(source: Source, converted: Converted) -> None:
+    config = load(converted("llama", precision="bf16")).config
+    again = load(source("llama"), config=config)
+    assert torch.equal(logits(again), logits(load(source("llama"))))
+
+
 def test_converters_of_other_weights_stay() -> None:
     quantizer = NeuronMoEQuantizer(NeuronMoEQuantizationConfig("mxfp8"))
     quantizer.placement = Placement(names={"model.layers.0.mlp.experts.gate_up_proj"})
