@@ -203,6 +203,7 @@ WRONG = [
     ("learning_rate: 1" + 400 * "0", "learning_rate", "a number, got 1000"),
     ("seed: -1", "seed", "below 2"),
     ("seed: 4294967296", "seed", "below 2"),
+    ("lora_alpha: 0\nlora_rank: 2", "lora_alpha", "a positive number, got 0"),
     ("num_train_epochs: .nan", "num_train_epochs", "got nan"),
     ("num_train_epochs: 0", "num_train_epochs", "got 0.0"),
     ("lora_alpha: .nan", "lora_alpha", "got nan"),
@@ -296,6 +297,7 @@ def test_epochs_do_not_matter_where_steps_are_counted() -> None:
 
 def test_options_that_change_nothing_need_no_others() -> None:
     assert not options_of("tiny-llama", "--lora_merge", "false").lora.lora_merge
+    assert options_of("tiny-llama", "--learning_rate", "0").training.learning_rate == 0
     best = ["--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--eval_share", "0.1"]
     steps = ["--eval_strategy", "steps", "--save_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
     assert options_of("tiny-llama", *best, *steps).training.metric_for_best_model == "loss"
