@@ -41,8 +41,6 @@ _BESIDES: dict[str, set[Any]] = {"fsdp": {bool}, "resume_from_checkpoint": {bool
 _WORDS = {"include_num_input_tokens_seen": ("all", "non_padding", "no")}
 """What flags take besides true and false."""
 
-_MERGE = "tag:yaml.org,2002:merge"
-
 
 class Given(NamedTuple):
     """The value of an option and where it was given."""
@@ -93,14 +91,17 @@ def read_yaml(path: Path) -> dict[str, Given]:
         if not isinstance(node, yaml.MappingNode):
             kind, fix = type(node).__name__.removesuffix("Node").lower(), "Write lines of `option: value`."
             raise ConfigError.about("content", "a mapping of options", f"a {kind}", fix).named(place)
-        loader.flatten_mapping(node)
+        written, own = {id(key_node) for key_node, _ in node.value}, set[str]()
+        loader.flatten_mapping(node)  # keys of a merge (<<) come first: those beside it win
         for key_node, value_node in node.value:
             place = f"{path}, line {key_node.start_mark.line + 1}"
             key = str(loader.construct_object(key_node, deep=True))
-            if key in found and key_node.tag != _MERGE:
+            if key in own:
                 got = f"a second time, after {found[key].place.rpartition(', ')[2]}"
                 twice.append(ConfigError.about(key, "there once", got, "Remove one.").named(place))
                 continue
+            if id(key_node) in written:
+                own.add(key)
             found[key] = Given(loader.construct_object(value_node, deep=True), place)
     except ConfigError:
         raise

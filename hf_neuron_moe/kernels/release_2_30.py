@@ -81,8 +81,7 @@ def _documented(compute: Callable[[Call], ReturnT], of: str = "") -> Callable[..
 def moe_cte(call: Call) -> Tensor | kernels.MoEForward:
     """Forward of the experts: the output ``[T', H]``, or a tuple with the activations where these are saved."""
     result = kernels.moe_cte(**call)
-    saved = result.gate_up_activations_T is not None or result.down_activations is not None
-    return result if saved else result.output
+    return result.output if result.gate_up_activations_T is None else result
 
 
 def _same(name: str, of: str = "") -> Callable[..., Any]:

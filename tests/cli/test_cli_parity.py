@@ -206,7 +206,7 @@ def test_other_recipes_and_seeds_of_the_folder_stay_in_the_summary(parity: Run, 
 
 
 def test_results_of_another_study_are_refused_and_stay(
-    parity: Run, text: Path, recipe: Path, mixtral: Path, tmp_path: Path
+    parity: Run, text: Path, recipe: Path, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--recipe", recipe, "--seeds", 1)
     assert parity(*options).code == 0
@@ -228,6 +228,10 @@ def test_results_of_another_study_are_refused_and_stay(
     ):
         refused = call()
         assert refused.code == 4 and f"another {named}. Name another folder with -o" in refused.err, refused
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe_study, "__version__", "0.0.0")
+        refused = parity(*options)
+    assert refused.code == 4 and "another version. Name another folder with -o" in refused.err, refused
     (tmp_path / "out" / "parity.json").unlink()  # as in a study that was stopped
     refused = parity(*options, source=other)
     assert refused.code == 4 and "stock.0.json" in refused.err and "another text" in refused.err, refused

@@ -125,3 +125,13 @@ def test_one_of_several_processes_ends_before_its_objects(arguments: list[str], 
     assert ended.returncode == code, ended.stderr
     assert ended.stdout.count("at exit") == 1
     assert ended.stdout.endswith("taken apart\n") == (processes == "1")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+@pytest.mark.parametrize(("code", "shown"), [(0, 120), (3, 3)])
+def test_one_of_several_processes_says_that_its_output_was_not_written(code: int, shown: int) -> None:
+    program = f"from hf_neuron_moe.__main__ import _end_without_teardown as end\nprint('text')\nend({code})"
+    with open("/dev/full", "w") as full:
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        ended = subprocess.run([sys.executable, "-c", program], env=buffered, stdout=full, timeout=60, check=False)
+    assert ended.returncode == shown

@@ -11,6 +11,7 @@ import torch
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
+from tests.convert.quantized_sources import to_fp8
 from tests.convert.test_every_family import made
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -107,11 +108,23 @@ def test_what_is_said_to_be_left_is_a_finding_or_with_another_version_a_note(che
     rewrite(tmp_path / "dst", _invented)
     (finding,) = verify_checkpoint(tmp_path / "dst", source).findings
     assert (finding.check, finding.subject) == ("source", "model.layers.0.mlp")
+    (shown,) = verify_checkpoint(tmp_path / "dst", source).to_dict()["findings"]
+    assert shown == {"check": "source", "subject": "model.layers.0.mlp", "message": finding.message}
     rewrite(tmp_path / "dst", _other_version)
     report = verify_checkpoint(tmp_path / "dst", source)
     assert report.ok
     (note,) = report.notes
+    assert report.to_dict()["notes"] == [note] and report.to_dict()["findings"] == []
     assert note.startswith("model.layers.0.mlp: what stays in its source form differs") and "0.0.1 converted it" in note
+
+
+def test_another_method_of_the_source_is_found(checkpoint, tmp_path):
+    source = checkpoint("qwen3_moe")
+    to_fp8(source, block=(32, 32))
+    convert_checkpoint(source, tmp_path / "dst")
+    rewrite(tmp_path / "dst", lambda content: content["source_format"].update(method="mxfp4"))
+    (finding,) = verify_checkpoint(tmp_path / "dst", source).findings
+    assert (finding.check, finding.subject) == ("source", "source") and "quantized tensors" in finding.message
 
 
 @pytest.mark.filterwarnings("ignore:convert. .* do not fit bf16")
@@ -135,6 +148,38 @@ def test_rounded_values_of_bf16_and_of_copies_are_none(checkpoint, tmp_path):
     rewrite(tmp_path / "dst", lambda content: content["rounded"].update({own: 1, copied: 1}))
     found = verify_checkpoint(tmp_path / "dst", source).findings
     assert [finding.subject for finding in found] == [own, copied]
+
+
+def test_hidden_files_are_notes_and_others_findings(checkpoint, tmp_path):
+    convert_checkpoint(checkpoint("llama"), tmp_path / "dst")
+    (tmp_path / "dst" / ".gitattributes").write_text("")
+    report = verify_checkpoint(tmp_path / "dst")
+    assert report.ok and report.notes == [".gitattributes: not part of the conversion, and hidden"]
+    (tmp_path / "dst" / "_other").write_text("")
+    (finding,) = verify_checkpoint(tmp_path / "dst").findings
+    assert (finding.check, finding.subject) == ("files", "_other")
+
+
+def test_what_was_probed_is_said(checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    convert_checkpoint(source, tmp_path / "dst")
+    every = verify_checkpoint(tmp_path / "dst", source, probes=0)
+    assert every.done["probe"] == "2 layers compared with the source, all their 24 experts (seed 0)"
+    some = verify_checkpoint(tmp_path / "dst", source, probes=1, seed=3)
+    assert some.done["probe"] == "1 layer compared with the source (seed 3)"
+
+
+def test_why_nothing_is_probed(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst")
+    with open(source / "model.safetensors", "ab") as file:
+        file.write(b"0")
+    skipped = verify_checkpoint(tmp_path / "dst", source).skipped
+    assert skipped == {"probe": "the source is not the one that was converted"}
+    (tmp_path / "dst" / "generation_config.json").write_text("{}")
+    report = verify_checkpoint(tmp_path / "dst", source)
+    assert {finding.check for finding in report.findings} == {"files", "source"}
+    assert report.skipped == {"probe": "the files are damaged already"}
 
 
 def test_a_source_that_cannot_be_planned_is_a_finding(checkpoint, tmp_path):

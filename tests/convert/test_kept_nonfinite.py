@@ -89,6 +89,17 @@ def test_what_an_unfinished_run_kept_is_refused_by_one_that_does_not_keep(checkp
     assert not (tmp_path / "dst").exists()
 
 
+@pytest.mark.parametrize(("name", "place"), [(GATE, (50, 40)), (EXPERT, (63, 95))])
+def test_the_place_that_an_error_names_is_that_in_the_source(name, place, checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][place] = float("nan")  # in the part of the second rank
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    shown = rf"1 NaN or infinite ones, the first at \[{place[0]}, {place[1]}\]"
+    with refused(SourceDamageError, f"model.safetensors: {name}", shown):
+        convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel", tp_degree=2))
+
+
 def test_the_command_tells(checkpoint, tmp_path, monkeypatch, capsys):
     source = checkpoint("mixtral")
     spoil(source)

@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, sealed
 from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.errors import NeuronMoEWarning
@@ -47,6 +48,18 @@ def gemma3n(tmp_path: Path) -> Path:
     torch.manual_seed(7)
     Gemma3nForCausalLM(config).bfloat16().save_pretrained(tmp_path / "gemma3n")
     return tmp_path / "gemma3n"
+
+
+def test_another_size_of_what_is_left_is_found_with_the_source(gemma3n, tmp_path):
+    with pytest.warns(NeuronMoEWarning):
+        convert_checkpoint(gemma3n, tmp_path / "dst")
+    assert verify_checkpoint(tmp_path / "dst", gemma3n).ok
+    path = tmp_path / "dst" / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    content["left"][LEFT[0]]["nbytes"] += 2
+    path.write_text(json.dumps(sealed(content)))
+    (finding,) = verify_checkpoint(tmp_path / "dst", gemma3n).findings
+    assert (finding.check, finding.subject) == ("source", LEFT[0])
 
 
 def test_what_is_left_is_in_every_report(gemma3n, tmp_path):

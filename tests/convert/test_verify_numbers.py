@@ -14,6 +14,7 @@ from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB, Lay
 from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.networks import is_gate
 from hf_neuron_moe.convert.audit.operands import k_positions, scale_row_of
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.formats.mx import fake_quantize_mx
@@ -145,6 +146,17 @@ def test_limits_of_a_gate_leave_something_between_them():
     assert is_gate({"gate_min": 0.0, "gate_max": 1.0}, True)
     assert not is_gate({"gate_min": 1.0, "gate_max": 1.0}, True)
     assert not is_gate({"up_min": 2.0, "up_max": 1.0}, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "least"), [(ConvertOptions("bf16", tp_degree=3), 140), (ConvertOptions("mxfp8"), 10)]
+)
+def test_an_output_has_a_floor_that_a_wrong_layer_falls_below(options, least, checkpoint, tmp_path):
+    """A layer with another gate or expert has less than 10 dB, one that is summed in fp32 about 140."""
+    source = checkpoint("mixtral")
+    convert_checkpoint(source, tmp_path / "dst", options)
+    probes = verify_checkpoint(tmp_path / "dst", source).probes
+    assert probes and all(least < probe.output_floor <= probe.output for probe in probes)
 
 
 def test_what_is_no_number_is_below_every_floor():

@@ -6,6 +6,7 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,12 @@ def test_every_mistake_names_file_and_line(models: dict[str, Path], tmp_path: Pa
         check(read_options([str(file)]))
 
 
+def test_the_backend_of_a_model_that_stays_stock_may_be_missing(models: dict[str, Path]) -> None:
+    with refused(BackendUnavailableError, "neuron_backend"):
+        check_run(options(models["llama"], neuron_backend="nki-sim"))
+    check_run(options(models["llama"], neuron_backend="nki-sim", neuron_patch="false"))
+
+
 def test_a_default_length_is_lowered_to_the_models_positions(models: dict[str, Path], tmp_path: Path) -> None:
     run = read_options(["--model", str(models["llama"]), "--train_files", "rows.txt", "--use_cpu", "--output_dir", "o"])
     check(run)
@@ -148,6 +155,8 @@ def test_an_adapter_is_not_written_next_to_a_whole_model(models: dict[str, Path]
     with refused(ConfigError, "output_dir", "a folder without a whole model", got="'out'"):
         check(read_options([*given, "--lora_rank", "4"]))
     check(read_options(given))
+    resumed = read_options([*given, "--lora_rank", "4", "--resume_from_checkpoint", "out/checkpoint-1"])
+    early_checks.check_leftovers(resumed)  # the run itself is compared with its checkpoint
 
 
 @pytest.mark.parametrize(
@@ -182,11 +191,48 @@ def test_documents_are_packed_where_the_mask_is_made_with_positions(
     check(options(models["gpt_oss"], attn_implementation="flash_attention_2"))
 
 
+class MasksOfTwoKinds:
+    """A decoder that changes a mask before it makes one."""
+
+    def forward(self, inputs_embeds: Any, attention_mask: Any, position_ids: Any) -> Any:
+        def widened_mask(mask: Any) -> Any:
+            return mask
+
+        def create_causal_mask(**given: Any) -> Any:
+            return given
+
+        mask = widened_mask(mask=attention_mask)
+        return create_causal_mask(inputs_embeds=inputs_embeds, attention_mask=mask, position_ids=position_ids)
+
+
+def test_functions_that_make_no_mask_need_no_positions() -> None:
+    assert masks_with_positions(SimpleNamespace(get_decoder=MasksOfTwoKinds))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("way", ["flash_attention_2", "flash_attention_3", "flex_attention", "some/kernel"])
 def test_attention_that_cannot_run_here_is_refused(way: str, models: dict[str, Path]) -> None:
     assert not torch.accelerator.is_available() and find_spec("kernels") is None, "the test knows CPUs without kernels"
     with refused(ConfigError, "attn_implementation", f"{way} needs", got=repr(way)):
         check(options(models["llama"], attn_implementation=way))
+    with refused(ConfigError, "attn_implementation", f"{way} needs", got=repr(f"paged|{way}")):
+        early_checks.check_loading(options("m", attn_implementation=f"paged|{way}"))
+
+
+def test_options_of_loading_that_go_together() -> None:
+    early_checks.check_loading(options("m", attn_implementation="paged|sdpa"))
+    with refused(ConfigError, "attn_implementation", got="'paged|sdpo'"):
+        early_checks.check_loading(options("m", attn_implementation="paged|sdpo"))
+    with refused(ConfigError, "padding_free", got="neither"):
+        early_checks.check_loading(options("m", padding_free="true"))
+    early_checks.check_loading(options("m", padding_free="true", packing="true"))
+    with refused(ConfigError, "dataset_kwargs", "without skip_prepare_dataset"):
+        early_checks.check_loading(options("m", dataset_kwargs='{"skip_prepare_dataset": true}'))
+
+
+@pytest.mark.parametrize("name", ["none.jinja", "none.j2"])
+def test_a_chat_template_that_is_not_there_is_named(name: str) -> None:
+    with refused(ConfigError, "chat_template_path", name):
+        early_checks.check_files(options("m", chat_template_path=name))
 
 
 @pytest.mark.parametrize(
@@ -498,6 +544,12 @@ def test_what_sharding_excludes_is_found_first(
         training(options(long_models["llama"], **changes))
     for fine in ({"neuron_weights": "stock"}, {"neuron_fallback": "torch"}):
         training(options(long_models["llama"], neuron_backend="neuron", **fine))
+
+
+def test_frozen_codes_have_one_layout_under_fsdp(conversions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks are not patched: the layout of weights says nothing about them."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    training(options(conversions["mxfp8"], neuron_backend="neuron", lora_rank=4))
 
 
 @pytest.mark.parametrize("size", ["tp_size", "ep_size", "fsdp_size", "dp_replicate_size"])

@@ -129,6 +129,13 @@ def test_merge_keys_and_empty_files(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("<<: {model: m, max_steps: 1}\ntrain_files: [a.txt]\nuse_cpu: true\n", encoding="utf-8")
     assert read_options([str(file)]).training.max_steps == 1
+    text = "max_steps: 5\n<<: {model: m, max_steps: 1, seed: 2}\ntrain_files: [a.txt]\nuse_cpu: true\n"
+    file.write_text(text, encoding="utf-8")
+    training = read_options([str(file)]).training
+    assert (training.max_steps, training.seed) == (5, 2), "a key beside a merge wins"
+    file.write_text(text + "max_steps: 6\n", encoding="utf-8")
+    with refused(ConfigError, "max_steps", got="a second time, after line 1", where=f"{file}, line 5"):
+        read_options([str(file)])
     file.write_text("# nothing\n", encoding="utf-8")
     with refused(ConfigError, "model", got="nothing"):
         read_options([str(file)])
@@ -176,6 +183,7 @@ WRONG = [
     ("method: ppo", "method", "one of sft, dpo"),
     ("packing_strategy: best", "packing_strategy", "best"),
     ("model: again", "model", "got a second time, after line 2"),
+    ("no_neuron_patch: 3", "key", "'no_neuron_patch'"),
     ("learning_rate:", "learning_rate", "a value, got null"),
     ("lora_targets: null", "lora_targets", "a value, got null"),
     ("learning_rate: {a: 1}", "learning_rate", "a number, got {'a': 1}"),
@@ -189,7 +197,13 @@ WRONG = [
     ("datasets: [{path: a}]", "key", "datasets is train_files, or dataset, here"),
     ("eval_split: test", "eval_split", "used with dataset, got no dataset"),
     ("output_dir: ''", "output_dir", "got nothing"),
+    ("max_steps: 9223372036854775808", "max_steps", r"a whole number below 2\*\*63"),
+    ("max_steps: true", "max_steps", "a whole number, got True"),
+    ("learning_rate: true", "learning_rate", "a number, got True"),
+    ("learning_rate: 1" + 400 * "0", "learning_rate", "a number, got 1000"),
     ("seed: -1", "seed", "below 2"),
+    ("seed: 4294967296", "seed", "below 2"),
+    ("lora_alpha: 0\nlora_rank: 2", "lora_alpha", "a positive number, got 0"),
     ("num_train_epochs: .nan", "num_train_epochs", "got nan"),
     ("num_train_epochs: 0", "num_train_epochs", "got 0.0"),
     ("lora_alpha: .nan", "lora_alpha", "got nan"),
@@ -275,6 +289,18 @@ def test_memory_is_not_pinned_for_a_processor_unless_asked_for() -> None:
     given = ["--model", "m", "--train_files", "a.txt"]
     assert read_options(given).training.dataloader_pin_memory is False, "torch warns of it"
     assert read_options([*given, "--dataloader_pin_memory", "true"]).training.dataloader_pin_memory is True
+
+
+def test_epochs_do_not_matter_where_steps_are_counted() -> None:
+    assert options_of("tiny-llama", "--max_steps", "3", "--num_train_epochs", "0").training.max_steps == 3
+
+
+def test_options_that_change_nothing_need_no_others() -> None:
+    assert not options_of("tiny-llama", "--lora_merge", "false").lora.lora_merge
+    assert options_of("tiny-llama", "--learning_rate", "0").training.learning_rate == 0
+    best = ["--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--eval_share", "0.1"]
+    steps = ["--eval_strategy", "steps", "--save_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
+    assert options_of("tiny-llama", *best, *steps).training.metric_for_best_model == "loss"
 
 
 def test_flags_that_take_words_too() -> None:

@@ -176,6 +176,16 @@ def test_the_moe_forward_is_one_tensor_by_position() -> None:
     assert not torch.equal(output, release_2_30.moe_cte(**given))
 
 
+@pytest.mark.parametrize("mode", ["POST_SCALE", "PRE_SCALE"])
+def test_the_moe_forward_returns_what_it_saves(mode: str) -> None:
+    given = moe_cte_calls.arguments() | {"expert_affinities_scaling_mode": kernels.ExpertAffinityScaleMode[mode]}
+    given["spec"] = moe_cte_calls.spec(checkpoint_activation=True)
+    found, expected = release_2_30.moe_cte(**given), kernels.moe_cte(**given)
+    assert isinstance(found, tuple) and torch.equal(found.output, expected.output)
+    assert torch.equal(found.gate_up_activations_T, expected.gate_up_activations_T)
+    assert torch.equal(found.down_activations, expected.down_activations)
+
+
 def test_the_pages_usage_examples_of_moe_cte() -> None:
     """As printed there, with sizes that its constraints allow; the output is one tensor."""
     torch.manual_seed(7)

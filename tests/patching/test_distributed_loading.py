@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.modules.collectives import sum_rows
+from hf_neuron_moe.modules.engine import sizes_asked
 from hf_neuron_moe.modules.expert_parallel import unsupported_reason_of_exchange
 from hf_neuron_moe.modules.experts import register_experts_implementation
 from hf_neuron_moe.modules.in_place import block_of
@@ -106,6 +108,15 @@ def test_a_registered_implementation_runs_in_a_model_that_fsdp_shards(tmp_path: 
     model = sharded(tmp_path, fsdp_size=2)
     model.set_experts_implementation(NAME)
     assert model(tokens()).logits.shape == (2, 9, 64)
+
+
+def test_a_model_that_no_layout_was_asked_for_has_no_sizes() -> None:
+    model = tiny_model("llama")
+    assert sizes_asked(model) == {}
+    model.config.distributed_config = SimpleNamespace(tp_size=1, ep_size=None)
+    assert sizes_asked(model) == {}
+    model.config.distributed_config = SimpleNamespace(tp_size=2)
+    assert sizes_asked(model) == {"tp": 2, "ep": 1, "fsdp": 1, "pp": 1, "dp_replicate": 1}
 
 
 def test_another_exchange_of_tokens_is_named() -> None:

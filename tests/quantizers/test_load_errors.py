@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import ConfigError, ConversionError, SourceDamageError, UnsupportedModelError
-from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig, NeuronMoEQuantizer
 from tests.quantizers.conftest import Converted, Source, load
 from tests.refusals import refused
 
@@ -149,6 +150,13 @@ def test_places_that_blocks_cannot_be_in(converted: Converted, tmp_path: Path, p
         load(converted("mixtral", precision=precision), device_map=places, offload_folder=str(tmp_path))
 
 
+def test_frozen_blocks_may_be_on_several_devices() -> None:
+    places = {"model.layers.0": 0, "model.layers.1": 1}
+    assert NeuronMoEQuantizer(NeuronMoEQuantizationConfig("mxfp8")).update_device_map(places) is places
+    with refused(UnsupportedModelError, "device_map", got="0, 1"):
+        NeuronMoEQuantizer(NeuronMoEQuantizationConfig("bf16")).update_device_map(places)
+
+
 def test_bf16_blocks_that_accelerate_spread_over_devices(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     """``device_map="auto"`` is settled after the look at what was asked for."""
     monkeypatch.setattr(PreTrainedModel, "hf_device_map", {"model": 0, "lm_head": 0}, raising=False)
@@ -168,6 +176,20 @@ def test_a_misspelt_precision_and_another_method() -> None:
         NeuronMoEQuantizationConfig(precision="mxfp88")
     with refused(ConfigError, "quant_method"):
         NeuronMoEQuantizationConfig(quant_method="mxfp8")
+
+
+def test_an_index_without_metadata_is_damage(copied: Any) -> None:
+    folder = copied()
+    content = json.loads((folder / INDEX_OUT).read_text())
+    del content["metadata"]
+    (folder / INDEX_OUT).write_text(json.dumps(content))
+    with refused(SourceDamageError, f"{INDEX_OUT}: metadata", got="none"):
+        load(folder)
+
+
+def test_options_that_would_hide_a_method_are_refused() -> None:
+    with refused(ConfigError, "to_dict", "an option of a conversion"):
+        NeuronMoEQuantizationConfig(to_dict="fused")
 
 
 def test_the_configuration_keeps_what_it_was_given() -> None:

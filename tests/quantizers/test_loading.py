@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.core_model_loading import Concatenate, WeightConverter
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
@@ -15,7 +19,9 @@ from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import read_manifest
 from hf_neuron_moe.formats import fake_quantize_mx, to_compact
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
-from hf_neuron_moe.quantizers.quantizer import _wanted_dtypes
+from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers.placeholders import Placement
+from hf_neuron_moe.quantizers.quantizer import NeuronMoEQuantizer, _wanted_dtypes
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
 from tests.tiny_models import FAMILIES, tiny_model, tokens
 
@@ -210,6 +216,64 @@ def test_mxfp4_experts_beside_bf16_blocks(source: Source, converted: Converted, 
     # FP4 keeps one mantissa bit; the model's output is still the original's in the main.
     exact = logits(load(source(family, WORDS))).float()
     assert (logits(model).float() - exact).norm() < 0.5 * exact.norm()
+
+
+@pytest.mark.filterwarnings("ignore:convert. .* do not fit bf16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_stays_in_its_source_form_gets_the_dtype_that_is_asked_for(
+    source: Source, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    convert_checkpoint(source("llama", dtype=dtype), tmp_path / "dst", ConvertOptions("mxfp8"))
+    model = load(tmp_path / "dst", dtype=torch.bfloat16)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.lm_head.weight, load(source("llama", dtype=dtype)).lm_head.weight.bfloat16())
+
+
+def test_keys_that_the_models_class_ignores_are_not_reported(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the layers that predict further tokens in DeepSeek-V3."""
+    shutil.copytree(source("llama"), tmp_path / "src")
+    file = tmp_path / "src" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.weight": torch.ones(2, dtype=torch.bfloat16)}, file, {"format": "pt"})
+    for ignored in ([r"^mtp.*"], None):
+        monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", ignored)
+        if ignored:
+            convert_checkpoint(tmp_path / "src", tmp_path / "dst", ConvertOptions("mxfp8"))
+        _, report = load(tmp_path / "dst", output_loading_info=True)
+        assert set(report["unexpected_keys"]) == (set() if ignored else {"mtp.weight"})
+
+
+def test_codes_keep_their_dtype_where_values_are_cast_after_loading() -> None:
+    """As with transformers before 5.21, which leaves a renamed tensor in its file's dtype."""
+    quantizer = NeuronMoEQuantizer(NeuronMoEQuantizationConfig("mxfp8"))
+    kinds = {"codes": torch.uint8, "words": torch.int32, "router": torch.float32, "norm": torch.bfloat16}
+    model = torch.nn.Module()
+    for name, dtype in kinds.items():
+        model.register_parameter(name, torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False))
+    quantizer._dtypes = dict.fromkeys(("codes", "words", "router"), torch.bfloat16) | {"norm": torch.float32}
+    quantizer._cast_renamed(model)  # type: ignore[arg-type]
+    assert {name: param.dtype for name, param in model.named_parameters()} == {
+        "codes": torch.uint8,
+        "words": torch.int32,
+        "router": torch.bfloat16,
+        "norm": torch.float32,
+    }
+
+
+def test_the_configuration_of_a_loaded_model_opens_other_folders(source: Source, converted: Converted) -> None:
+    config = load(converted("llama", precision="bf16")).config
+    again = load(source("llama"), config=config)
+    assert torch.equal(logits(again), logits(load(source("llama"))))
+
+
+def test_converters_of_other_weights_stay() -> None:
+    quantizer = NeuronMoEQuantizer(NeuronMoEQuantizationConfig("mxfp8"))
+    quantizer.placement = Placement(names={"model.layers.0.mlp.experts.gate_up_proj"})
+    joined = [Concatenate(dim=0)]
+    own = WeightConverter("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", operations=joined)
+    other = WeightConverter(["q_proj.weight", "k_proj.weight"], "qk_proj.weight", operations=joined)
+    assert quantizer.update_weight_conversions([own, other]) == [other]
 
 
 def test_the_dtypes_that_transformers_before_5_21_leaves_to_the_quantizer(tmp_path) -> None:

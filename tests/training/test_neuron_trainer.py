@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,6 +312,19 @@ def test_what_dpo_rewards_is_in_the_file(tmp_path: Path) -> None:
     assert (line["reward_margin"], line["reward_accuracy"]) == (0.5, 0.75)
 
 
+def test_evaluations_leave_the_figures_to_the_next_training_log(tmp_path: Path) -> None:
+    runs = []
+    for strategy in ("no", "steps"):
+        given = arguments(tmp_path / strategy, max_steps=2, logging_steps=2, eval_strategy=strategy, eval_steps=1)
+        run = NeuronMoETrainer(model=tiny_model("llama"), args=given, train_dataset=Rows(), eval_dataset=Rows())
+        run.train()
+        runs.append(run)
+    plain, evaluated = (train_logs(run)[0] for run in runs)
+    assert evaluated.keys() == plain.keys() and any(key.startswith("neuron") for key in plain)
+    others = [entry for entry in runs[1].state.log_history if "eval_loss" in entry]
+    assert len(others) == 2 and not any(key.startswith("neuron") for entry in others for key in entry)
+
+
 def test_trainer_classes_with_constructors_of_their_own(tmp_path: Path) -> None:
     class Passing(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -342,6 +356,60 @@ def test_trainer_classes_with_constructors_of_their_own(tmp_path: Path) -> None:
         assert losses(run) == losses(expected)
 
 
+class WithReference(Trainer):
+    """Makes a reference where none is given, as TRL's trainers do."""
+
+    def __init__(self, model: nn.Module, ref_model: nn.Module | None = None, **options: Any) -> None:
+        self.ref_model = tiny_model("llama") if ref_model is None else ref_model
+        super().__init__(model=model, **options)
+
+
+@pytest.mark.parametrize("globs", [{"include": ["*.1.*"]}, {"exclude": ["*.1.*"]}, {}])
+def test_a_reference_is_patched_where_the_model_is(globs: dict[str, list[str]], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"precision": "mxfp8"}, **globs)  # type: ignore[arg-type]
+    kind = type("Own", (NeuronMoETrainerMixin, WithReference), {})
+    run = kind(model=model, args=TrainingArguments(str(tmp_path), **SETTINGS), train_dataset=Rows())
+    mine, reference = report_of(model), report_of(run.ref_model)
+    assert mine is not None and reference is not None
+    assert [entry.status for entry in mine.entries] == [entry.status for entry in reference.entries]
+
+
+def test_a_reference_is_patched_in_the_part_that_the_model_is(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model.model, {"precision": "mxfp8"}, exclude=["layers.0.*"])
+    kind = type("Own", (NeuronMoETrainerMixin, WithReference), {})
+    run = kind(model=model, args=TrainingArguments(str(tmp_path), **SETTINGS), train_dataset=Rows())
+    mine, reference = report_of(model.model), report_of(run.ref_model.model)
+    assert mine is not None and reference is not None and mine.config == reference.config
+    assert [entry.name for entry in reference.patched] == [entry.name for entry in mine.patched] == ["layers.1.mlp"]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_reference_that_was_given_stays_as_it_is(given: bool, tmp_path: Path) -> None:
+    kind = type("Own", (NeuronMoETrainerMixin, WithReference), {})
+    options = {"args": arguments(tmp_path), "train_dataset": Rows()}
+    run = kind(model=tiny_model("llama"), ref_model=tiny_model("llama") if given else None, **options)
+    assert is_patched(run.model) and is_patched(run.ref_model) is not given
+    run.ref_model = tiny_model("llama")
+    assert not is_patched(run.ref_model), "only the constructor's is a twin of the model"
+
+
+def test_a_reference_that_a_trainer_patches_itself_stays_as_it_is(tmp_path: Path) -> None:
+    class WithPatchedReference(Trainer):
+        def __init__(self, model: nn.Module, **options: Any) -> None:
+            reference = tiny_model("llama")
+            patch_model(reference, {"precision": "fp32"})
+            self.ref_model = reference
+            super().__init__(model=model, **options)
+
+    kind = type("Own", (NeuronMoETrainerMixin, WithPatchedReference), {})
+    run = kind(model=tiny_model("llama"), args=arguments(tmp_path, neuron_precision="mxfp8"), train_dataset=Rows())
+    mine, reference = report_of(run.model), report_of(run.ref_model)
+    assert mine is not None and mine.config.precision == "mxfp8"
+    assert reference is not None and reference.config.precision == "fp32"
+
+
 def test_arguments_without_our_fields_leave_a_patched_model_as_it_is(tmp_path: Path) -> None:
     model = tiny_model("llama")
     patch_model(model, {"precision": "mxfp8"})
@@ -362,6 +430,8 @@ def test_processes_that_would_train_alone_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(run.args, "use_cpu", False)
     with refused(ConfigError, "use_cpu", "true for 2 processes on CPUs", got="False, with which each"):
         NeuronMoETrainer(model=run.model, args=run.args, train_dataset=Rows())
+    run.args = SimpleNamespace(device=torch.device("mps"), use_cpu=False)  # no processor
+    run._refuse_lone_processes()
 
 
 def test_tokens_count_once_under_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

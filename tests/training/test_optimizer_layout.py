@@ -124,6 +124,22 @@ def test_the_same_home_resumes_and_stock_states_hold_nothing_foreign(tmp_path: P
         assert again.state[model.model.layers[0].mlp.experts.down_proj]["step"] == 2
 
 
+@pytest.mark.parametrize("saved", ["stock", "kernel"])
+def test_weights_with_one_layout_resume_in_either_home(saved: str) -> None:
+    """gpt_oss has its down projections as the kernels take them."""
+    state: dict[str, Any] = {}
+    for home in (saved, OTHER[saved]):
+        model = patched(home, "gpt_oss")
+        trained = [param for name, param in model.named_parameters() if name.endswith("experts.down_proj")]
+        optimizer = torch.optim.AdamW(trained)
+        if state:
+            optimizer.load_state_dict(state)
+        step(model, optimizer)
+        assert GROUP_KEY not in optimizer.param_groups[0]
+        state = copy.deepcopy(optimizer.state_dict())
+    assert optimizer.state[trained[0]]["step"] == 2
+
+
 def test_optimizers_without_moments_may_change_their_home() -> None:
     model, other = patched("kernel"), patched("stock")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
