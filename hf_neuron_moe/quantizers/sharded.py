@@ -161,7 +161,7 @@ class StockWeight:
 def overlap(wanted: range, first: int, count: int) -> range:
     """What of a range a part has that begins at `first`, counted from there."""
     start = max(wanted.start, first)
-    return range(start - first, min(wanted.stop, first + count) - first)
+    return range(start - first, max(start, min(wanted.stop, first + count)) - first)
 
 
 def _parts(stored: StoredTensor) -> Iterator[tuple[StoredTensor, int]]:
@@ -177,7 +177,7 @@ def _rows(part: StoredTensor, experts: range | None, rows_R: Tensor, columns: ra
     if not len(rows_R):
         return torch.empty(*(() if experts is None else (len(experts),)), 0, len(columns), dtype=part.tensor.dtype)
     low, high = int(rows_R.min()), int(rows_R.max()) + 1
-    if high - low == len(rows_R):
+    if high - low == len(rows_R) or not part.halves:
         found = _box(part, experts, range(low, high), columns, slices)
         return found if torch.equal(rows_R, torch.arange(low, high)) else found[..., rows_R - low, :]
     halves: Tensor | None = None
