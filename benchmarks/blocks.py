@@ -696,15 +696,14 @@ def main() -> None:
         console.print(f"{case.label} ...")
         if name in MANY:
             report["many"][name] = bench_many(case, arguments.repeats, arguments.slow, progress, arguments.dtypes)
-            continue
-        if arguments.only in (None, "train"):
+        if arguments.only in (None, "train") and name not in MANY:
             for tokens in arguments.tokens or (TRAIN_TOKENS if native else (case.T,)):
                 dtypes = [dtype for dtype in arguments.dtypes if dtype == "bf16" or tokens == case.T]
                 sized = replace(case, T=tokens)
                 if dtypes:
                     entry = bench_training(sized, arguments.repeats, arguments.slow, progress, dtypes)
                     report["train"][sized.title] = entry
-        if arguments.only in (None, "decode"):
+        if arguments.only in (None, "decode") and name not in MANY:
             report["decode"][name] = bench_decode(case, arguments.repeats, progress)
         if arguments.only == "busy":
             report["busy"][name] = bench_busy(replace(case, T=BUSY_TOKENS), arguments.repeats, progress)
@@ -714,6 +713,7 @@ def main() -> None:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report, console)
     if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"report: {arguments.json}")
 
 

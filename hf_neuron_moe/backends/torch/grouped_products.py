@@ -30,14 +30,16 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
 from hf_neuron_moe.backends.torch.cpu.matmul import FEW_TOKENS, linear_into
-from hf_neuron_moe.backends.torch.experts import Runs
+from hf_neuron_moe.backends.torch.experts import Runs, rows_per_run
 from hf_neuron_moe.backends.torch.tiles import Loader
 
 ROW_MULTIPLE = 8  # so many rows are multiplied together at least (:func:`whole_rows`)
 FEW_ROWS = 16  # up to so many rows per group one call for all groups saves more time than the copy of its result costs
+ROWS_WORTH_CASTING = 5  # per group, from which a CPU without bf16 instructions multiplies a weight's fp32 copy faster
 PIECE = 1 << 20  # about so many elements of a weight are cast or quantized at a time, which stay in the caches
 MOST_AT_ONCE = 1 << 21  # elements of a device's weight that are quantized at a time, or half of it
 ADDED = 16  # columns of a contraction axis for what is added to the sums: three, as libraries like them
+CAST_PIECE = 1 << 21  # the same of one that is quantized already, and only cast
 TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
 
 
@@ -149,12 +151,20 @@ def project(
                 torch.addmm(high, left, weights[group], beta=-1, out=low)
         return
     assert low_RN is None or added_GN is None, "what is left of a sum with something added is never wanted"
+    casts = left_RK.is_cpu and not bf16_matmul_is_fast(left_RK.device)  # generation with copies of weights
+    if casts and low_RN is None and added_GN is None and rows_per_run(runs) >= ROWS_WORTH_CASTING:
+        end = runs[-1][2]
+        sums_RN = loader.scratch.get("grouped_sums", (end, high_RN.shape[1]), torch.float32)
+        project_sums(left_RK, weight_GNK, runs, loader, sums_RN)
+        high_RN[:end].copy_(sums_RN)
+        return
     added = added_GN is not None and left_RK.shape[1] == weight_GNK.shape[2]  # else the rows have ones
     columns_GN, width = None if added else added_GN, left_RK.shape[1]
     for group, (start, end), column, weight_NK in _each(
         weight_GNK, runs, loader, width, cut=False, dense=added, added_GN=columns_GN
     ):
-        stop, columns = _padded(start, end, left_RK, high_RN), slice(column, column + len(weight_NK))
+        stop = end if casts else _padded(start, end, left_RK, high_RN)
+        columns = slice(column, column + len(weight_NK))
         if added and added_GN is not None:
             high_RN[start:stop, columns].copy_(_linear(left_RK[start:stop], weight_NK, added_GN[group, columns]))
             continue
@@ -295,7 +305,7 @@ def _pieces(
         gaps = max(strides) != weight_GNK.shape[1 if strides[0] == 1 else 2]
     straight = added_GN is None and 1 in strides and weight_GNK.dtype == loader.compute.operand
     if not gaps and (loader.ready_weights or (not loader.compute.mx and straight)):
-        step = max(PIECE // width, TILE) if cut else columns
+        step = max(CAST_PIECE // width, TILE) if cut else columns
         for column in range(0, columns, step):
             yield 0, column, weight_GNK[:, column : column + step]
         return
